@@ -20,7 +20,7 @@ PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 # Targets about the CUDA kernels build them for a torch without CUDA, too.
 machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
 
-.PHONY: demo test test-all test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
+.PHONY: demo test test-all test-plain test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
@@ -34,6 +34,10 @@ test: $(VENV)/test.done
 # All cases of all tests.
 test-all: $(VENV)/test.done
 	$(PYTEST) --full $(ARGS)
+
+# The plain code: each step makes its op calls anew, and no 16-bit gradient waits. With the same bits.
+test-plain: $(VENV)/test.done
+	AMPCTX_PLAN=0 $(PYTEST) tests/amp tests/optimizers tests/reliability $(ARGS)
 
 # Plants faults in copies of the tree: the tests of `make test` have to notice each.
 test-faults: $(VENV)/test.done

@@ -45,9 +45,7 @@ from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
-
-# Attributes that a step sets on an optimizer that skips by itself.
-_OFFERED = ("found_inf", "model_params", "model_grads", "skip_counts")
+from ampctx.weights.step import Step
 
 
 class OptimizerBinding:
@@ -80,6 +78,8 @@ class OptimizerBinding:
         self.loop = loop
         self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
+        # What the running step is given; a closure changes it.
+        self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of, self._taken = names, taken
         # Called once, when the gradients of the first step have arrived.
@@ -333,14 +333,15 @@ class OptimizerBinding:
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
-        optimizer, flags = self._optimizer(), self.flags
-        attributes = vars(optimizer)
-        former = {name: attributes[name] for name in _OFFERED if name in attributes}
+        optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
+        former = {name: flag for name, flag in vars(optimizer).items() if name == "found_inf"}
         try:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
             self.offer(former.get("found_inf"))
-            given = (evaluate, *args) if evaluate or args else ()
-            result = self.run(original, *given, writes_model=self.masters.takes_pending, **kwargs)
+            if takes:
+                kwargs["given"] = (lambda: self.given) if evaluate else self.given
+            positional = (evaluate, *args) if evaluate or args else ()
+            result = self.run(original, *positional, writes_model=takes, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
             def later(epoch: int) -> Culprits | None:
@@ -350,47 +351,44 @@ class OptimizerBinding:
             outcome = self.steps.left_to_device(
                 optimizer,
                 flags.by_loss,
-                self._known(attributes.get("model_grads")),
-                getattr(optimizer, "found_inf", None),
+                self._known(self.given.pending),
+                self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
                 self._culprits,
                 later,
                 external="found_inf" in former,
-                counts=attributes.get("skip_counts"),
+                counts=self.given.counts,
             )
             self.gradients.drop_master_grads()
-            self._restore_attributes(former)
+            self._take_back(former)
             flags.take()
             flags.forget_taken()
             self.gradients.stepped = True
         except BaseException:
-            self._restore_attributes(former)  # again, after an interrupt: a flag that stays would skip all steps
+            self._take_back(former)  # again, after an interrupt: a flag that stays would skip all steps
             raise
         self.steps.conclude(optimizer, outcome)
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
-        """Sets the attributes that the optimizer reads. Joins the flag with one that is there already."""
+        """Sets ``given``, or ``found_inf`` of the optimizer. Joins the flag with one that is there already."""
         optimizer = self._optimizer()
         if any(group.get("fused") for group in optimizer.param_groups):
             align_gradients(optimizer)
         flags = [flag for _, flag in self.flags.by_loss.values()]
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
-        if flags:
-            optimizer.found_inf = join_flags(flags, flags[0].device)
-        vars(optimizer).pop("skip_counts", None)  # of a former evaluation of a closure
-        if counts := self.steps.skip_counts(optimizer, self.flags.by_loss):
-            optimizer.skip_counts = counts
-        if self.masters.takes_pending:
-            optimizer.model_params = self.masters.model_of
-            optimizer.model_grads = self.gradients.pending
+        flag = join_flags(flags, flags[0].device) if flags else None
+        if self.masters.takes_step:
+            counts = self.steps.skip_counts(flag, self.flags.by_loss)
+            self.given = Step(flag, self.masters.model_of, self.gradients.pending, counts)
+        elif flag is not None:
+            optimizer.found_inf = flag
 
-    def _restore_attributes(self, former: dict[str, Any]) -> None:
-        """Removes the attributes that ``offer`` has set, and puts ``former`` back."""
-        attributes = vars(self.optimizer)
-        for name in _OFFERED:
-            attributes.pop(name, None)
-        attributes.update(former)
+    def _take_back(self, former: dict[str, Any]) -> None:
+        """Removes what ``offer`` has set, and puts ``former`` back."""
+        self.given = Step()
+        vars(self.optimizer).pop("found_inf", None)
+        vars(self.optimizer).update(former)
 
     def skip(self, losses: Overflowed) -> None:
         """Skips a step, and records it."""

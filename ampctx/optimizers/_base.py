@@ -1,6 +1,6 @@
 """The base of the fused optimizers. A step calls the op once for each (group, device, dtypes, write back).
 
-A step needs no host sync. The attributes that amp sets, and the op calls, are in ``ampctx.optimizers._work``.
+A step needs no host sync. What it is given, and the op calls, are in ``ampctx.optimizers._work``.
 
 With ``master_weights``, ``state[p]`` of a 16-bit parameter holds ``master_param``, or ``remainder``: the 16 bits that a
 bf16 weight lacks of fp32. The first step creates it, so that it includes an earlier broadcast of the weights.
@@ -12,6 +12,7 @@ write back, belong to the parameter: its number in all groups and its step count
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._plan import PLANS
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
@@ -28,6 +30,7 @@ from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.weights.pending import clear_grads
+from ampctx.weights.step import Given
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
@@ -92,8 +95,6 @@ class FusedOptimizer(Saved):
     """
 
     _step_supports_amp_scaling = True
-    _step_supports_model_params = True
-    _step_counts_skips = True
     _op: str
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
@@ -111,7 +112,6 @@ class FusedOptimizer(Saved):
     _refused: ClassVar[tuple[str, ...]] = ()
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
-    _steps_on_host = False
     _call_elements: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -120,8 +120,8 @@ class FusedOptimizer(Saved):
             cls._one_element = {state.name: state.key for state in reversed(SPECS[cls._op].one_element)}
             cls._ops = vars(cls).get("_ops", (cls._op,))
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
-            # A step that a program wrote reads neither found_inf nor lazy gradients. amp unscales, skips and copies.
-            cls._step_supports_amp_scaling = cls._step_supports_model_params = False
+            # A step that a program wrote without ``given`` does not read found_inf. amp unscales and skips.
+            cls._step_supports_amp_scaling = "given" in inspect.signature(cls.step).parameters
 
     def __init__(self, params: Any, given: Group) -> None:
         for name in given["shared"]:
@@ -210,9 +210,6 @@ class FusedOptimizer(Saved):
 
     def _make_offload(self) -> None:
         self._offload = Offload() if self.offload else None
-        if self.offload:
-            # amp keeps no masters beside those on the host, and counts skipped steps itself.
-            self._steps_on_host, self._step_counts_skips = True, False
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -309,7 +306,7 @@ class FusedOptimizer(Saved):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
         """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
         With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
@@ -317,6 +314,7 @@ class FusedOptimizer(Saved):
 
         Args:
             closure: evaluates the model, with gradients enabled. None by default.
+            given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
 
         Returns:
             The result of the closure, else None.
@@ -327,15 +325,15 @@ class FusedOptimizer(Saved):
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
-        return self._step(closure)
+        return self._step(closure, given)
 
     @without_grad
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:
         """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
         loss = _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
-        scaling = _work.scaling_of(self, self._grad_factor())
+        scaling = _work.scaling_of(self, self._grad_factor(), given() if callable(given) else given)
         # Every check first, so that an error leaves everything as it was.
         for g, group in enumerate(self.param_groups):
             if isinstance(group["lr"], Tensor):
@@ -369,7 +367,7 @@ class FusedOptimizer(Saved):
                     after(work.members)
         if scaling.unscales:
             _work.finish_unscaling(calls)
-        if self._plan is None and _work.can_be_kept(works, self.param_groups):
+        if PLANS and self._plan is None and _work.can_be_kept(works, self.param_groups):
             self._plan = Plan(self, works, scaling)
         if self._plan is not None:
             self._plan.stepped(self._seen)
@@ -390,14 +388,14 @@ class FusedOptimizer(Saved):
             works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
         return works
 
-    def _step_by(self, closure: Callable[[], Any] | None, grad_scaler: Any = None, **unknown: Any) -> Any:
+    def _step_by(self, closure: Callable[[], Any] | None, given: Given, grad_scaler: Any = None, **unknown: Any) -> Any:
         """``step`` with the keywords of code for apex: the scaler steps after the closure, so that it checks the
         closure's gradients. With a named parameter, torch's GradScaler would pass itself and warn."""
         if unknown:
             kind = type(self).__name__
             raise AmpTypeError(f"{kind}.step() got an unexpected keyword argument {next(iter(unknown))!r}")
         if grad_scaler is None:
-            return self._step(closure)
+            return self._step(closure, given)
         loss = _options.evaluated(closure)
         grad_scaler.step(self)
         return loss

@@ -19,9 +19,6 @@ from ampctx.optimizers._state import EXTRAS
 TRANSIENT = (
     "found_inf",
     "grad_scale",
-    "model_params",
-    "model_grads",
-    "skip_counts",
     "_zero_flags",
     "_seen",
     "_plan",

@@ -1,4 +1,4 @@
-"""The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
+"""The op calls of a step: reads what the step is given, makes the calls, and keeps them for the next step.
 
 Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
 checking that the kept ones are still valid takes a few in C (``kernels.tensor_loops``, ``handles.read_along``).
@@ -31,6 +31,7 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.weights.pending import Pending
+from ampctx.weights.step import Counts, Step
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 from ampctx.optimizers._state_types import Forms
@@ -39,18 +40,18 @@ _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
-# --- attributes that amp sets -----------------------------------------------------------------------------------------
+# --- what a step is given ---------------------------------------------------------------------------------------------
 
 
 class Scaling(NamedTuple):
-    """The attributes that one step reads.
+    """What one step reads: of amp's ``Step``, or of torch's attributes ``found_inf`` and ``grad_scale``.
 
     found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
     inv_scale: the factor for the gradients in ``.grad``.
     models: fp32 master -> the 16-bit weight to write with it.
     lazy: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
-    skips: ``ampctx.scaling.device_skips.SkipCounts``, in which the first call counts the step.
+    skips: the numbers in which the first call counts the step.
     """
 
     found_inf: PerDevice | None = None
@@ -58,21 +59,16 @@ class Scaling(NamedTuple):
     models: Mapping[Tensor, Tensor] = {}
     lazy: Pending | None = None
     unscales: bool = False
-    skips: Any = None
+    skips: Counts | None = None
 
 
-def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
-    """Reads ``found_inf``, ``grad_scale``, ``model_params``, ``model_grads`` and ``skip_counts``, which exist only
-    around a step."""
+def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:
+    """What a step reads. amp's ``found_inf`` includes that of the optimizer."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
-    return Scaling(
-        taken_found_inf(optimizer),
-        product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor,
-        getattr(optimizer, "model_params", None) or {},
-        getattr(optimizer, "model_grads", None),
-        is_scaled,
-        getattr(optimizer, "skip_counts", None),
-    )
+    inv_scale = product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor
+    found_inf = taken_found_inf(optimizer if given is None else given)
+    given = given or Step()
+    return Scaling(found_inf, inv_scale, given.models, given.pending, is_scaled, given.counts)
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
@@ -95,9 +91,9 @@ def taken_inv_scale(optimizer: Any) -> Factor:
     return PerDevice(scale.float().reciprocal())
 
 
-def taken_found_inf(optimizer: Any) -> PerDevice | None:
-    """``optimizer.found_inf`` in a type that the ops accept, None without one. No host sync."""
-    flag = getattr(optimizer, "found_inf", None)
+def taken_found_inf(given: Any) -> PerDevice | None:
+    """``found_inf`` of a ``Step`` or an optimizer in a type that the ops accept, None without one. No host sync."""
+    flag = getattr(given, "found_inf", None)
     if flag is None:
         return None
     if not isinstance(flag, Tensor):

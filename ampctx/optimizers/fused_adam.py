@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.weights.step import Given
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag
@@ -77,6 +78,8 @@ class FusedAdam(FusedOptimizer):
         output_params: None = None,
         scale: None = None,
         grad_norms: None = None,
+        *,
+        given: Given = None,
         **kwargs: Any,
     ) -> Any:
         """Steps like ``FusedOptimizer.step``. No host sync.
@@ -88,10 +91,10 @@ class FusedAdam(FusedOptimizer):
             AmpError: grads, output_params, scale or grad_norms was passed; apex refuses them, too.
         """
         if not grads is output_params is scale is grad_norms is None:
-            given = (grads, output_params, scale, grad_norms)
-            name = next(n for n, value in zip(_OLD_ARGUMENTS, given, strict=True) if value is not None)
+            old = (grads, output_params, scale, grad_norms)
+            name = next(n for n, value in zip(_OLD_ARGUMENTS, old, strict=True) if value is not None)
             raise AmpError(f"step() does not take {name} any more: {_OLD_ARGUMENTS[name]}.")
-        return self._step_by(closure, **kwargs) if kwargs else self._step(closure)
+        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:

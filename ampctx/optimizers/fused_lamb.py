@@ -13,6 +13,7 @@ from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
+from ampctx.weights.step import Given
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
 from ampctx.optimizers._options import Group, check_number
@@ -103,7 +104,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             of a checkpoint that was loaded before stay.
     """
 
-    _step_supports_amp_scaling = _step_supports_model_params = True
     _refused = ("offload", "master_weights", "capturable")
 
     def __init__(
@@ -145,13 +145,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """apex's name for ``param_groups_master``."""
         return self.param_groups_master
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
         """Steps like ``FusedOptimizer.step``. No host sync.
 
         With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
         scale its loss with that scaler. Step hooks then run twice.
         """
-        return self._step_by(closure, **kwargs)
+        return self._step_by(closure, given, **kwargs)
 
     def _may_keep_masters(self) -> bool:
         return self.reduced_precision_dtype in LOW_PRECISION

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
+from ampctx.weights.step import Given
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup, is_zero
 from ampctx.optimizers._options import Group
@@ -55,9 +56,9 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
         super().__init__(params, locals())
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
         """Steps like ``FusedOptimizer.step``, with gradients divided by ``most_recent_scale``. No host sync."""
-        loss = self._step(closure)
+        loss = self._step(closure, given)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss

@@ -18,6 +18,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import place_grads
 from ampctx.weights.step import declares
 from ampctx.optimizers import layerwise
+from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
@@ -47,7 +48,7 @@ class LARC:
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
             raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
-        if declares(optimizer, "_steps_on_host"):
+        if isinstance(optimizer, FusedOptimizer) and optimizer.offload:
             raise AmpError(
                 f"LARC computes rates on the device from weights that {type(optimizer).__name__}(offload='cpu') keeps "
                 "on the host. Leave out offload."

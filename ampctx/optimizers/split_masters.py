@@ -43,9 +43,6 @@ class SplitMasters(torch.optim.Optimizer):
         AmpTypeError, AmpValueError, AmpError: an invalid argument or parameter, by name. Nothing has changed then.
     """
 
-    # That of 16-bit parameters, too.
-    _state_is_fp32 = True
-
     def __init__(
         self, kind: type[torch.optim.Optimizer], params: Any, chunk_bytes: int = 2**28, **options: Any
     ) -> None:

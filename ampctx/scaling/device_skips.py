@@ -24,10 +24,8 @@ Flags = dict[int, tuple[LossScale, Tensor]]
 
 
 class SkipCounts:
-    """The numbers of a loss for ``skips`` of an optimizer op. ``is_taken``: whether a step has counted itself.
-
-    amp sets an attribute ``skip_counts`` while it steps an optimizer with ``_step_counts_skips = True``.
-    """
+    """The numbers of a loss for ``skips`` of an optimizer op, as ``Step.counts``. ``is_taken``: whether a step has
+    counted itself."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.device = tensors, tensors[0].device

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
-from ampctx.weights.step import declares
+from ampctx.weights.step import Counts
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
@@ -145,12 +145,11 @@ class GuardedStep:
         if self._limit is not None and self._on_device.in_a_row > self._limit:
             raise stall_error(type(optimizer).__name__, outcome, self._on_device.in_a_row, self._limit, self._scales)
 
-    def skip_counts(self, optimizer: Any, flags: Flags) -> SkipCounts | None:
-        """Counts for an optimizer whose step counts itself, or None. No host sync."""
-        found_inf = getattr(optimizer, "found_inf", None)
-        if not self._counts_on_device or not isinstance(found_inf, Tensor) or torch.compiler.is_compiling():
+    def skip_counts(self, found_inf: Tensor | None, flags: Flags) -> SkipCounts | None:
+        """Counts for a step by ``found_inf`` that counts itself, or None. No host sync."""
+        if not self._counts_on_device or found_inf is None or torch.compiler.is_compiling():
             return None
-        return self._on_device.offer(found_inf, flags) if declares(optimizer, "_step_counts_skips") else None
+        return self._on_device.offer(found_inf, flags)
 
     def left_to_device(
         self,
@@ -161,7 +160,7 @@ class GuardedStep:
         culprits: Callable[[], Culprits],
         later: Callable[[int], Culprits | None],
         external: bool = False,
-        counts: SkipCounts | None = None,
+        counts: Counts | None = None,
     ) -> StepOutcome:
         """Makes the outcome of a step that the device decided on, for ``conclude``. Host sync only if there are hooks.
 

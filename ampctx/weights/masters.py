@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
+from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach, tensor_loops
@@ -25,7 +26,7 @@ from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
-from ampctx.weights.step import keeps_fp32_state, steps_on_host, takes_step
+from ampctx.weights.step import takes_step
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
@@ -72,9 +73,11 @@ class MasterParams:
     ) -> None:
         self.master_weights, self._name_of = master_weights, name_of or ParameterNames()
         self.place = Place()
-        self.takes_pending = takes_step(optimizer)
-        # Whether the state of a 16-bit parameter is in fp32.
-        self._wide_state = self.takes_pending or keeps_fp32_state(optimizer)
+        # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients.
+        self.takes_step = takes_step(optimizer)
+        self.takes_pending = self.takes_step and PLANS
+        # The optimizers of ampctx keep fp32 state of 16-bit parameters, too.
+        self._wide_state = hasattr(type(optimizer), "layout_of")
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         self.params_without_master: list[Tensor] = []
@@ -207,7 +210,7 @@ class MasterParams:
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
                 "which keeps the masters in its state."
             )
-        if steps_on_host(optimizer):
+        if self._wide_state and getattr(optimizer, "offload", None):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
                 f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights='split' to "

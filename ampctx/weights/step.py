@@ -1,8 +1,58 @@
-"""What an optimizer says about its step."""
+"""What amp gives one step of an optimizer of ampctx: ``optimizer.step(given=Step(...))``.
+
+Other optimizers get torch's protocol: the attributes ``found_inf`` and ``grad_scale`` around a step, if they declare
+``_step_supports_amp_scaling``. GradScalers step every optimizer so.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ampctx.weights.pending import Pending
+
+
+class Counts(Protocol):
+    """``ampctx.scaling.device_skips.SkipCounts``, as an optimizer sees it."""
+
+    is_taken: bool
+
+    def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]: ...
+
+
+class Step(NamedTuple):
+    """What one step is given.
+
+    found_inf: one element. If it is not 0, the step changes nothing. None: no check ran.
+    models: fp32 master -> the 16-bit weight that the step writes with it.
+    pending: 16-bit gradients in place of those of the masters, with their own factor.
+    counts: the numbers in which the first op call counts the step.
+    """
+
+    found_inf: Tensor | None = None
+    models: Mapping[Tensor, Tensor] = {}
+    pending: Pending | None = None
+    counts: Counts | None = None
+
+
+# A function for steps that evaluate the model, which ask after it.
+Given = Step | Callable[[], Step] | None
+
+
+def takes_step(optimizer: Any) -> bool:
+    """Whether the optimizer's own ``step`` has a parameter ``given``. Ask before amp replaces the method.
+
+    An override in a subclass may have none, and a program may have put a function in place of the method.
+    """
+    step = getattr(optimizer, "__dict__", {}).get("step")
+    if step is not None:
+        return _has_given.__wrapped__(step)
+    return _has_given(getattr(type(optimizer), "step", None))
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -15,13 +65,6 @@ def declares(optimizer: Any, name: str) -> bool:
     return is_own and bool(getattr(optimizer, name))
 
 
-def takes_step(optimizer: Any) -> bool:
-    return declares(optimizer, "_step_supports_model_params")
-
-
-def keeps_fp32_state(optimizer: Any) -> bool:
-    return declares(optimizer, "_state_is_fp32")
-
-
-def steps_on_host(optimizer: Any) -> bool:
-    return declares(optimizer, "_steps_on_host")
+@functools.cache
+def _has_given(step: Callable | None) -> bool:
+    return step is not None and "given" in inspect.signature(step).parameters

@@ -63,22 +63,18 @@ def test_a_norm_that_code_changes_clips_as_it_was(make, scale, change):
 class Twice(optimizers.FusedAdam):
     """A program's own optimizer, which steps in halves."""
 
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None):
+    def step(self, closure=None, *, given=None):
         rate = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = group["lr"] / 2
-        super().step()
-        super().step()
+        super().step(given=given)
+        super().step(given=given)
         for group, lr in zip(self.param_groups, rate, strict=True):
             group["lr"] = lr
 
 
 class Never(optimizers.FusedAdam):
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None):
+    def step(self, closure=None, *, given=None):
         pass
 
 
@@ -131,7 +127,6 @@ def test_a_flag_of_the_program_is_counted_by_amp(session, level):
         del optimizer.found_inf
         assert calls.of["count_skip"] == 1
     assert session.skipped_steps(optimizer) == 1
-    assert not hasattr(optimizer, "skip_counts")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

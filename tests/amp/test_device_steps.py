@@ -189,7 +189,7 @@ def test_a_step_that_raises_keeps_verdict_and_gradients(session):
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     handle.remove()
-    assert not {"found_inf", "model_params", "model_grads"} & set(vars(optimizer))
+    assert "found_inf" not in vars(optimizer)
     optimizer.step()
     n = len(list(model.parameters()))
     assert_same(before[:n], snapshot(optimizer, model)[:n])

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from kit import mlp
+from kit import mlp, with_plans
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -69,16 +69,19 @@ TAILS = {
 
 
 @pytest.mark.parametrize("case", TAILS)
+@with_plans
 def test_one_loss(session, case):
     found = tail_of(session, case[:2], clip="clip" in case, batch_norm="BatchNorm" in case)
     assert found == TAILS[case]
 
 
+@with_plans
 def test_static_scale(session):
     assert tail_of(session, "O5") == [*CHECK, "add_", *STEP]
 
 
 @pytest.mark.parametrize(("level", "first"), [("O1", UNSCALE_AND_UPDATE), ("O2", CHECK_AND_UPDATE)])
+@with_plans
 def test_several_losses(session, level, first):
     assert tail_of(session, level, losses=2) == [
         *first,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import start
+from kit import start, with_plans
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +22,7 @@ def allocations(fn):
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
+@with_plans
 def test_the_tail_allocates_nothing_but_scalars_and_partial_sums(session, name, level, clip):
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.BatchNorm1d(128))
     model, optimizer = start(session, level, name, model, loss_scale="dynamic")

@@ -12,6 +12,7 @@ from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecis
 from torch import nn
 
 from ampctx import amp, optimizers
+from ampctx.weights.step import takes_step
 
 KERNELS = {
     FusedAdam: ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"],
@@ -158,17 +159,16 @@ def test_torchs_grad_scaler_unscales_and_skips(kind):
     assert scale == wanted_scale == 32.0
 
 
-def test_a_class_may_declare_that_its_step_reads_amps_attributes():
-    class Declared(BaseStep):
-        _step_supports_amp_scaling = _step_supports_model_params = True
+def test_a_class_may_take_what_amp_gives_a_step():
+    class Takes(BaseStep):
+        def step(self, closure=None, *, given=None):
+            return FusedAdam.step(self, closure, given=given)
 
-        def step(self, closure=None):
-            return FusedAdam.step(self, closure)
-
+    params = [nn.Parameter(torch.ones(1))]
+    assert [takes_step(kind(params)) for kind in (FusedAdam, Takes, BaseStep, OwnStep)] == [True, True, False, False]
     assert FusedAdam._step_supports_amp_scaling
+    assert Takes._step_supports_amp_scaling
     assert not BaseStep._step_supports_amp_scaling
-    assert not OwnStep._step_supports_model_params
-    assert Declared._step_supports_amp_scaling
 
 
 @pytest.mark.large

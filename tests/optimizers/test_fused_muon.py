@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, muon, params_of, snapshot
+from kit import assert_same, backward, muon, params_of, snapshot, with_plans
 from optimizer_cases import give, gradients, parameters, run
 from test_damaged_states import refused
 from torch import nn
@@ -196,6 +196,7 @@ def test_stochastic_rounding_draws_new_bits_at_each_step():
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
+@with_plans
 def test_clipping_and_the_loss_scale_are_taken_off_once(level):
     """From 16-bit gradients: the average of the first step is a twentieth of the clipped gradients, and updates have
     the size that they have without clipping."""

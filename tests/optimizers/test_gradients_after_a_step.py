@@ -18,6 +18,7 @@ import ampctx
 from ampctx.foreach import FoundInf
 from ampctx.kernels import definitions, handles, steps
 from ampctx.weights.pending import MasterParam, ModelGrads
+from ampctx.weights.step import Step
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
@@ -231,10 +232,10 @@ def test_gradients_that_amp_keeps_for_masters_stay_as_they_are():
     grads = {m: g * 256 for m, g in zip(masters[1:], gradients(models, 0)[1:], strict=True)}
     kept = [g.clone() for g in grads.values()]
     masters[0].grad = torch.full_like(masters[0], 8.0)
-    optimizer.model_grads = ModelGrads(list(grads), list(grads.values()), 1 / 64, FoundInf())
+    pending = ModelGrads(list(grads), list(grads.values()), 1 / 64, FoundInf())
     optimizer.grad_scale = torch.tensor(4.0)
     for _ in range(2):
-        optimizer.step()
+        optimizer.step(given=Step(pending=pending))
     assert_same(list(grads.values()), kept)
     assert all(g._version == 0 for g in grads.values())
     assert_same([masters[0].grad], [torch.full_like(masters[0], 0.5)])

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from kit import assert_same, backward, params_of, snapshot
+from kit import assert_same, backward, params_of, snapshot, with_plans
 from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
 from torch import nn
 
@@ -57,6 +57,7 @@ def test_steps_have_the_bits_of_the_optimizer_without_it(name, mode):
     assert all(state["step"] == 5 for state in both[1].state.values() if "step" in state)
 
 
+@with_plans
 def test_a_step_is_several_op_calls_and_the_next_one_keeps_them():
     _, offloaded = pair("adam")
     run(offloaded, 2)

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, params_of, snapshot, with_plans
 from optimizer_cases import BY_NAME, MODES, give, gradients, make, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession, GradScaler
+from ampctx.weights.step import Step
 from ampctx.ops import HeldTensors, extension
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _work
 
@@ -295,14 +296,13 @@ def test_other_masters_are_seen():
 
 
 def test_masters_with_other_models_are_seen():
-    """``model_params`` as amp leaves it: another 16-bit weight for a master."""
+    """Another 16-bit weight for a master."""
     optimizer = FusedSGD([nn.Parameter(torch.ones(4))], lr=1.0)
     (master,) = params_of(optimizer)
     models = [torch.zeros(4, dtype=torch.float16) for _ in range(2)]
     for step in range(4):
         master.grad = torch.ones(4)
-        optimizer.model_params = {master: models[step // 2]}
-        optimizer.step()
+        optimizer.step(given=Step(models={master: models[step // 2]}))
     assert models[0].tolist() == [-1.0] * 4
     assert models[1].tolist() == [-3.0] * 4
 
@@ -358,6 +358,7 @@ class Mine(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", ["subclass", "negating"])
+@with_plans
 def test_what_is_no_plain_tensor_is_not_held(kind):
     negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
     optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from host_reads import OpCalls
@@ -14,6 +16,7 @@ import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.weights.pending import MasterParam, ModelGrads
+from ampctx.weights.step import Step
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 FLAGS = {
@@ -199,7 +202,7 @@ def test_a_closure_and_a_grad_scaler_in_one_step(name):
     assert scaler.get_scale() == 32.0
 
 
-# --- model_params and model_grads -------------------------------------------------------------------------------------
+# --- what amp gives a step --------------------------------------------------------------------------------------------
 
 
 def amp_masters(dtype):
@@ -216,7 +219,9 @@ def test_model_weights_are_written_with_their_masters(name, dtype):
     with torch.no_grad():
         for p, q in zip(params_of(plain), masters, strict=True):
             p.copy_(q)
-    optimizer.model_params = dict(zip(masters[1:], models[1:], strict=True))
+    optimizer.step = functools.partial(
+        optimizer.step, given=Step(models=dict(zip(masters[1:], models[1:], strict=True)))
+    )
     left = models[0].detach().clone()
     run(optimizer, 3)
     run(plain, 3)
@@ -230,7 +235,7 @@ def test_masters_of_amp_and_of_the_optimizer_side_by_side():
     models, masters = amp_masters(torch.bfloat16)
     own = parameters(torch.bfloat16, seed=1)
     optimizer = FusedAdam([p for pair in zip(masters, own, strict=True) for p in pair], master_weights=True)
-    optimizer.model_params = dict(zip(masters, models, strict=True))
+    optimizer.step = functools.partial(optimizer.step, given=Step(models=dict(zip(masters, models, strict=True))))
     run(optimizer, 2)
     assert_same([p.detach() for p in models], [m.detach().bfloat16() for m in masters])
     kept = [optimizer.state[p]["master_param"] for p in own]
@@ -250,13 +255,12 @@ def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
     give(params_of(plain), [g.float() for g in grads])
     masters[0].grad = grads[0].float() * 4
     waiting = {m: g * (64 * 4) for m, g in zip(masters[1:], grads[1:], strict=True)}
-    optimizer.model_grads = ModelGrads(list(waiting), list(waiting.values()), inv_scale, FoundInf())
-    optimizer.model_params = dict(zip(masters, models, strict=True))
+    pending = ModelGrads(list(waiting), list(waiting.values()), inv_scale, FoundInf())
     optimizer.grad_scale = torch.tensor(4.0)
     with OpCalls() as calls:
-        optimizer.step()
+        optimizer.step(given=Step(models=dict(zip(masters, models, strict=True)), pending=pending))
     plain.step()
-    assert masters[1].model_grads is optimizer.model_grads, "the gradients were made fp32 tensors"
+    assert masters[1].model_grads is pending, "the gradients were made fp32 tensors"
     # The norm of LAMB's gradients is summed in another order.
     rtol = 1e-6 if "lamb" in name else 0
     torch.testing.assert_close(snapshot(optimizer), snapshot(plain), rtol=rtol, atol=rtol)
@@ -267,10 +271,10 @@ def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
     _, masters = amp_masters(torch.bfloat16)
     owner = FusedLAMB(masters[:3], max_grad_norm=0.5)
     grads = {m: g.bfloat16() for m, g in zip(masters, gradients(masters, 0), strict=True)}
-    owner.model_grads = ModelGrads(list(grads), list(grads.values()), 1.0, FoundInf())
+    pending = ModelGrads(list(grads), list(grads.values()), 1.0, FoundInf())
     plain = FusedLAMB([nn.Parameter(m.detach().clone()) for m in masters[:3]], max_grad_norm=0.5)
     give(plain.param_groups[0]["params"], [g.float() for g in list(grads.values())[:3]])
-    owner.step()
+    owner.step(given=Step(pending=pending))
     plain.step()
     torch.testing.assert_close(snapshot(owner), snapshot(plain), rtol=1e-6, atol=1e-6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, params_of
+from kit import assert_same, backward, params_of, with_plans
 from optimizer_cases import BY_NAME
 from torch import nn
 
@@ -61,6 +61,7 @@ def test_a_model_in_fp16_without_masters_trains(write_back):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", BY_NAME)
+@with_plans
 def test_a_step_is_one_pass_over_16_bit_gradients(name, level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, params_of, snapshot, with_plans
 from kit import through_a_file as saved
 from optimizer_cases import BY_NAME, give, gradients, like, parameters, run
 from torch import nn
@@ -394,6 +394,7 @@ def test_with_a_grad_scaler_as_without():
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
+@with_plans
 def test_kept_calls_are_as_new_ones(options):
     kept, anew = (make("adam", "8bit", **options) for _ in range(2))
     for step in range(4):

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import INF, NAN, OPTIMIZERS, backward, loss_of
+from kit import INF, NAN, OPTIMIZERS, backward, loss_of, with_plans
 from stepping import ON_HOST, Loop, ScalerLoop, every_optimizer, few_levels, network
 from torch import nn
 
@@ -69,6 +69,7 @@ def test_after_the_step(session, name, level, poison):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB"])
+@with_plans
 def test_gradients_that_wait_in_16_bits(session, name, level):
     """Names stay known from the finite check; counts are those of gradients that are still there."""
     loop = Loop(session, name, level)
@@ -119,6 +120,7 @@ def test_masters_of_an_optimizer_of_torch_that_skips_on_the_device(session):
 
 @few_levels
 @every_optimizer
+@with_plans
 def test_no_pass_and_no_read_while_nothing_overflows(session, name, level):
     """Hooks for skips or not, a clean iteration makes the same op calls."""
     loop = Loop(session, name, level)

@@ -177,7 +177,7 @@ def test_closures(session, name):
         loop.optimizer.step(closure)
     with pytest.raises(AmpStallError, match=r"3 steps of .* 0.weight \(1 inf of 32\)"):
         loop.optimizer.step(closure)
-    assert not {"found_inf", "model_params", "model_grads"} & set(vars(loop.optimizer))
+    assert "found_inf" not in vars(loop.optimizer)
     assert torch.equal(before, loop.values()[0])
 
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import INF, NAN, OPTIMIZERS, assert_same, backward, loss_of
+from kit import INF, NAN, OPTIMIZERS, assert_same, backward, loss_of, with_plans
 from stepping import ON_DEVICE, ON_HOST, Loop, ScalerLoop, every_optimizer, few_levels, network, one_of_each
 from tape import Tape
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -133,6 +133,7 @@ def test_the_norm_that_was_taken(session, name, level):
         assert loop.iterate().grad_norm is None
 
 
+@with_plans
 def test_the_norm_of_the_finite_check(session):
     """Where all gradients wait in 16 bits, it is known without clipping."""
     model = torch.nn.Linear(4, 2)

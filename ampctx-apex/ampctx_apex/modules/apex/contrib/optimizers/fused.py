@@ -49,9 +49,6 @@ def _factor(scale: float, most: float, norm: Any, grads: list[Tensor]) -> Factor
 class _OldStep:
     """The ``step`` of before apex.optimizers, whose wrapper held the gradients."""
 
-    # step runs the base's.
-    _step_supports_amp_scaling = _step_supports_model_params = True
-
     @torch.no_grad()
     def step(
         self: Any,
@@ -60,6 +57,8 @@ class _OldStep:
         output_params: Any = None,
         scale: float = 1.0,
         grad_norms: Sequence[Any] | None = None,
+        *,
+        given: Any = None,
     ) -> Any:
         """One step, on gradients from elsewhere.
 
@@ -70,6 +69,7 @@ class _OldStep:
             scale: gradients are divided by it.
             grad_norms: for each group the L2 norm of its gradients as they are given, against its ``max_grad_norm``;
                 computed without it.
+            given: what amp gives a step.
 
         Returns:
             What the closure returned, else None. ``.grad`` is as before.
@@ -87,8 +87,8 @@ class _OldStep:
             raise AmpValueError(f"grad_norms has {len(norms)} norms, the optimizer has {len(groups)} groups")
         before: dict[Tensor, Tensor | None] = {}
         try:
-            for group, given, norm in zip(groups, grads_by_group, norms, strict=True):
-                pairs = [(p, p.grad if g is None else g) for p, g in zip(group["params"], given, strict=True)]
+            for group, own, norm in zip(groups, grads_by_group, norms, strict=True):
+                pairs = [(p, p.grad if g is None else g) for p, g in zip(group["params"], own, strict=True)]
                 found = [(p, g) for p, g in pairs if g is not None]
                 sources = [g for _, g in found]
                 factor = _factor(scale, group.get("max_grad_norm", 0.0), norm, sources)
@@ -98,7 +98,7 @@ class _OldStep:
                 foreach.scale(sources, wide, FoundInf(), factor)
                 for (p, _), unscaled in zip(found, wide, strict=True):
                     before[p], p.grad = p.grad, unscaled
-            self._step(None)
+            self._step(None, given)
         finally:
             for p, grad in before.items():
                 p.grad = grad
