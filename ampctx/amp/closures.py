@@ -29,7 +29,6 @@ class SteppedBinding(Protocol):
     flags: FoundInfFlags
     steps: GuardedStep
     casts: CastSwitch
-    loop: Any
     phase: Step
     restore_unperturbed: Callable[[], None] | None
 
@@ -39,6 +38,7 @@ class SteppedBinding(Protocol):
     def move_on(self, event: str) -> None: ...
     def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any: ...
     def leave_stepping(self, before: Step) -> None: ...
+    def check_misuse(self, has_closure: bool = False) -> None: ...
     def check_gradients(self, before_closure: bool = False) -> None: ...
     def is_left_to_device(self, before_backward: bool = False) -> bool: ...
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any: ...
@@ -168,7 +168,7 @@ def second_step(binding: SteppedBinding, original: Callable, *args: Any, **kwarg
 
 def _begin(binding: SteppedBinding, name: str) -> Overflowed:
     binding.refuse(name, f"optimizer.{name}()")
-    binding.loop.before_step(binding)
+    binding.check_misuse()
     binding.steps.epoch += 1
     binding.flags.forget_taken()
     try:
