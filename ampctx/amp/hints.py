@@ -17,7 +17,7 @@ from torch import Tensor
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, StepFacts
 from ampctx.casts.arguments import Undo
 
-FIRST_STEPS = 3
+FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
 ENOUGH_STEPS = 100
 

@@ -132,12 +132,12 @@ class LeftGrads:
         # By id of the gradient.
         self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Those that were there when a block of this optimizer began, which will add its own to them.
-        self._joined: list[tuple[Tensor, Tensor]] = []
+        self.joined: list[tuple[Tensor, Tensor]] = []
         # Counts blocks of this optimizer.
         self._blocks = 0
 
     def zeroed(self) -> None:
-        self.marks, self._joined = {}, []
+        self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
         """Looks at the gradients when a block of others begins. The function that it returns marks, when the block
@@ -173,12 +173,12 @@ class LeftGrads:
         """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
-            self._joined = self._untouched(params)
+            self.joined = self._untouched(params)
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
         inside the block is right."""
-        found, self._joined = self._joined, []
+        found, self.joined = self.joined, []
         self._refuse(found, optimizer, names, "and this block would add its own to them")
 
     def step_begins(self, params: list[Tensor], optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
@@ -203,7 +203,8 @@ class LeftGrads:
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()
-        listed = [names()[id(p)] for p, _ in found]
+        by_id = names()
+        listed = [by_id[id(p)] for p, _ in found]
         raise AmpError(
             f"{type(optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled gradients in "
             f"{', '.join(listed[:3])}{' and others' * (len(listed) > 3)}, {why}. Name every optimizer that the "

@@ -395,7 +395,8 @@ class AmpSession(SessionState):
                     for note in elsewhere:
                         note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
             for binding in block.bindings:
-                binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
+                if binding.left_grads.joined:
+                    binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
             if facts is not None:
                 tell(self._events.left, facts)
             self._blocks.end(block, loss_scale)

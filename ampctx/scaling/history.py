@@ -66,9 +66,7 @@ class StepHistory:
 
     Args:
         length: the number of steps to keep; 0 for none.
-        losses: the number of loss ids.
-
-    ``count``: the number of steps so far, kept or not.
+        losses: the number of loss ids. ``count``: of steps so far, kept or not.
     """
 
     def __init__(self, length: int, losses: int = 1) -> None:
