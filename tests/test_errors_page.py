@@ -204,10 +204,10 @@ def clipped_in_a_hook():
     backward(model, optimizer)
 
 
-def one_bad_batch_in_two():
+def one_bad_batch_in_three():
     model, optimizer = training(max_loss_scale=2.0)
-    for i in range(4):
-        backward(model, optimizer, float("inf") if i % 2 else 1.0)
+    for i in range(9):
+        backward(model, optimizer, 1.0 if i % 3 else float("inf"))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -273,7 +273,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("a GradScaler was given an optimizer that is under amp with fp32 master weights", scaler_over_masters),
     ("has no gradient, and clipping would not reach it", clipped_after_the_block),
     ("see gradients multiplied by the loss scale", clipped_in_a_hook),
-    ("the loss scale fell to 0.5", one_bad_batch_in_two),
+    ("the loss scale fell to", one_bad_batch_in_three),
     ("got gradients and are in no optimizer", layer_replaced),
     ("The source state dict is empty", state_of_a_disabled_scaler),
     ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),

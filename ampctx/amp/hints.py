@@ -194,10 +194,11 @@ class UnusedLosses(OfFirstSteps):
 
 
 class SmallScale(Hint):
-    """A dynamic scale below 1, from where it makes gradients smaller. The host learns its value at a skip."""
+    """A dynamic scale that some bad batches have pushed below 1, where it makes gradients smaller. Where most steps are
+    skipped, the log of skips says what to look for."""
 
     def skipped(self, skip: SkipFacts) -> None:
-        if skip.scale < 1.0 and not skip.min_scale:
+        if skip.scale < 1.0 and not skip.min_scale and 2 * skip.skipped < skip.steps:
             self.say(
                 f"ampctx: the loss scale fell to {skip.scale}, after {skip.skipped} skips in {skip.steps} steps. Below "
                 "1 it turns small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches "

@@ -329,16 +329,22 @@ def test_a_scale_below_1_is_said_once_with_the_rate_of_skips(session, said, make
         if not hears:
             session._events.skipped.clear()
         with HostReads() as reads:
-            train(session, model, optimizer, steps=8, overflow_at=(1, 3, 5))
+            train(session, model, optimizer, steps=8, overflow_at=(1, 4, 6))
         counts.append(reads.count)
         session.reset()
     (message,) = said()
-    assert message.startswith("ampctx: the loss scale fell to 0.5, after 2 skips in 4 steps.")
+    assert message.startswith("ampctx: the loss scale fell to 0.5, after 2 skips in 5 steps.")
     assert "min_loss_scale=1.0" in message
     assert counts[0] == counts[1]
 
 
 def test_a_lower_bound_that_was_chosen_is_not_questioned(session, said):
     model, optimizer = start(session, "O1", "SGD-foreach", verbosity=1, max_loss_scale=2.0, min_loss_scale=0.25)
+    train(session, model, optimizer, steps=8, overflow_at=(1, 4, 7))
+    assert said() == []
+
+
+def test_a_run_that_overflows_for_ever_is_not_told_to_hold_its_scale(session, said):
+    model, optimizer = start(session, "O1", "SGD-foreach", verbosity=1, max_loss_scale=2.0)
     train(session, model, optimizer, steps=4, overflow_at=range(4))
     assert said() == []
