@@ -192,17 +192,24 @@ def scaler_over_masters():
     scaler.unscale_(optimizer)
 
 
-def clipped_in_the_block():
-    model, optimizer = training()
-    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clipped_after_the_block(clip):
+def clipped_after_the_block():
     model, optimizer = training("O5")
     backward(model, optimizer)
-    clip(model.parameters(), 1.0)
+    ampctx.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_in_a_hook():
+    model, optimizer = training()
+    model.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    backward(model, optimizer)
+
+
+def one_bad_batch_in_three():
+    model, optimizer = training(max_loss_scale=2.0)
+    for i in range(9):
+        backward(model, optimizer, 1.0 if i % 3 else float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def layer_replaced():
@@ -264,15 +271,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("binary_cross_entropy got a 16-bit argument", sigmoid_in_16_bits),
     ("Detected call of lr_scheduler.step() before optimizer.step()", lambda: scheduler_after_a_skip(SCALERS[0]())),
     ("a GradScaler was given an optimizer that is under amp with fp32 master weights", scaler_over_masters),
-    ("model.parameters() were clipped inside a scale_loss block", clipped_in_the_block),
-    (
-        "had grad None when gradients were clipped after a scale_loss block",
-        lambda: clipped_after_the_block(nn.utils.clip_grad_norm_),
-    ),
-    (
-        "has no gradient, and clipping would not reach it",
-        lambda: clipped_after_the_block(ampctx.clip_grad_norm_),
-    ),
+    ("has no gradient, and clipping would not reach it", clipped_after_the_block),
+    ("see gradients multiplied by the loss scale", clipped_in_a_hook),
+    ("the loss scale fell to", one_bad_batch_in_three),
     ("got gradients and are in no optimizer", layer_replaced),
     ("The source state dict is empty", state_of_a_disabled_scaler),
     ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),

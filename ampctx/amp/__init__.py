@@ -3,6 +3,7 @@
 ``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
+from ampctx.amp import hints
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
@@ -10,6 +11,7 @@ from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.history import History
 from ampctx.scaling.outcome import Culprit, StepOutcome
 
+AmpSession.watchers.append(hints.watch)
 _default_session = AmpSession()
 
 initialize = _default_session.initialize

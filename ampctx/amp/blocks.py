@@ -36,8 +36,6 @@ class Block:
     # With the number of blocks open before this one, for ``abandon``.
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     committing: bool = False
-    # The scaled loss has a hook that notes its first backward.
-    watched: bool = False
 
 
 class Blocks:

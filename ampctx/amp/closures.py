@@ -136,7 +136,7 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def _ready(binding: Any, decide: bool = True) -> Overflowed:
-    binding.loop.before_step(binding)
+    binding.check_misuse()
     binding.steps.epoch += 1
     binding.flags.forget_taken()
     binding.ready()

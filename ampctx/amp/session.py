@@ -7,16 +7,18 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ampctx._collectives import check_process_group
+from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights
+from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights
 from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.blocks import Block
+from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
@@ -39,6 +41,7 @@ from ampctx.weights.masters import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
+from ampctx.scaling.outcome import Culprits
 from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
@@ -50,6 +53,9 @@ class AmpSession(SessionState):
     Attributes:
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
+
+    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints.watch``.
+    watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +167,7 @@ class AmpSession(SessionState):
                 # The other ranks of the group compare theirs.
                 ranks.check([*ranks.of_scales([]), ranks.of_level(policy)], process_group, "amp.initialize")
             self.policy, self.verbosity = policy, verbosity
-            return models if optimizers is None else mistakes.Initialized((models, optimizers))
+            return models if optimizers is None else misuse.Initialized((models, optimizers))
         policy = resolve(
             opt_level,
             cast_model_type=cast_model_type,
@@ -180,7 +186,7 @@ class AmpSession(SessionState):
         check_process_group(process_group)
         self._thread.check("initialize", self._casts.enabled)
         if not self.allow_incoming_model_not_fp32:
-            mistakes.refuse_models_under_amp(model_list, self)
+            misuse.refuse_models_under_amp(model_list, self)
         for model in model_list:
             reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
@@ -201,7 +207,7 @@ class AmpSession(SessionState):
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
-        listeners = Listeners(self._log.report, self._report_step, (self._step_hooks, self._skip_hooks))
+        listeners = Listeners(self._report_skips, self._report_step, (self._step_hooks, self._skip_hooks))
         steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
         if process_group is not None:
@@ -211,7 +217,7 @@ class AmpSession(SessionState):
             print("\n".join(banner(opt_level, policy)))
         self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
-        return models if optimizers is None else mistakes.Initialized((models, optimizers))
+        return models if optimizers is None else misuse.Initialized((models, optimizers))
 
     def _apply(
         self,
@@ -226,12 +232,11 @@ class AmpSession(SessionState):
         """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
-        run = mistakes.LoopGroup(scales, self._log)
         originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
             # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
             undo.callback(setup.put_back, originals)
-            undo.callback(mistakes.note_models(models, self))
+            undo.callback(misuse.note_models(models, self))
             originals.update(setup.cast_models(undo, policy, models, kept, sharded))
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
@@ -243,11 +248,13 @@ class AmpSession(SessionState):
                 masters = MasterParams(optimizer, policy.keeps_masters, originals, taken, names)
                 bound[optimizer] = OptimizerBinding(
                     *(optimizer, masters, scales, self._casts, make_steps(), names),
-                    *(self._with_masters, run.loop()),
+                    *(self._with_masters, self._events),
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], policy.keeps_masters)
-            undo.callback(finalizer(self, self._param_mistakes.watch(bound, names)))
+            run = RunFacts(optimizers, names, [scale.moves for scale in scales], self._log.warn_once)
+            for watch in self.watchers:
+                undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
                 # ops_fp32 makes an op safe that autocast refuses in 16 bits.
                 allow_banned = "binary_cross_entropy" in policy.ops_fp32
@@ -342,7 +349,7 @@ class AmpSession(SessionState):
         DTensors ranks agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
-        return mistakes.LossBlock(self._scaled_loss, args, {})
+        return misuse.LossBlock(self._scaled_loss, args, {})
 
     def _scaled_loss(
         self, loss: Tensor, optimizers: Any, loss_id: int, delay_unscale: bool, delay_overflow_check: bool
@@ -370,22 +377,29 @@ class AmpSession(SessionState):
         try:
             scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
             is_alone = len(self._bindings) == len(block.bindings)
-            elsewhere = [] if is_alone else mistakes.others(self._bindings.values(), block.bindings, loss_scale)
+            elsewhere = [] if is_alone else self._watch_others(block.bindings, loss_scale)
+            facts: BlockFacts | None = None
             with self._casts.suspended():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
                     # A call, so that a pending interrupt is raised here. After the yield the ``with`` statement has
                     # not begun yet, and would not clean up.
                     if isinstance(scale, PerDevice):
-                        yield mistakes.watch_backward(block, torch.mul(wide, scale.on(loss.device)))
-                    else:
-                        yield wide
+                        wide = torch.mul(wide, scale.on(loss.device))
+                        if self._events.entered and (loss_scale.moves or loss_scale.init_scale != 1.0):
+                            facts = self._facts_of(block, wide)
+                            tell(self._events.entered, facts)
+                    yield wide
                 finally:
                     for binding in block.others:
                         clear_grads(binding.masters.params_with_master, False)
-                    for other in elsewhere:
-                        other.note(block.bindings)
-            mistakes.block_ends(block)
+                    for note in elsewhere:
+                        note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
+            for binding in block.bindings:
+                if binding.left_grads.joined:
+                    binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
+            if facts is not None:
+                tell(self._events.left, facts)
             self._blocks.end(block, loss_scale)
         except BaseException:
             self._blocks.abandon(block)
@@ -396,6 +410,36 @@ class AmpSession(SessionState):
             except BaseException:
                 self._blocks.abandon(block)
                 raise
+
+    @outside_of_graphs
+    def _watch_others(self, named: list[OptimizerBinding], scale: LossScale) -> list[Callable[[set[int]], None]]:
+        """Looks at the gradients of the optimizers that a block must not send scaled gradients to."""
+        others = [b for b in self._bindings.values() if b not in named and b.gradients.is_idle]
+        return [
+            b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs))
+            for b in (others if not scale.is_identity else ())
+        ]
+
+    @staticmethod
+    def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:
+        leaves = [p for binding in block.bindings for p in binding.masters.leaves]
+        number = len(block.bindings[0].loss_scales) if block.bindings else 1
+        return BlockFacts(
+            [binding.optimizer for binding in block.bindings],
+            block.loss_id % number,
+            scaled,
+            leaves,
+            all(p.grad is None for p in leaves),
+        )
+
+    def _report_skips(
+        self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
+    ) -> None:
+        """Logs skipped steps, at the latest when the host learns of them."""
+        self._log.report(before, skipped, losses, culprits)
+        for _, scale, value in losses if self._events.skipped else ():
+            if scale.moves:
+                tell(self._events.skipped, SkipFacts(value, scale.min_scale, skipped, steps))
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:

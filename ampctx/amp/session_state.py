@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -20,8 +19,8 @@ from ampctx.amp import named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.blocks import Blocks
+from ampctx.amp.events import Events
 from ampctx.amp.opt_level import PrecisionPolicy
-from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import autocast_off
@@ -45,7 +44,7 @@ class SessionState:
         self._log = SkipLog(self._blocks.deferred)
         # The latest loaded state had no masters, and a warning about that may still be due.
         self._lacks_masters = False
-        self._param_mistakes = ParamMistakes(self._bindings, self._log)
+        self._events = Events()
         self._explained_masters = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -76,7 +75,7 @@ class SessionState:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
 
         With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
-        after the ``scale_loss`` block. Inside it, gradients are scaled and masters have none; ampctx warns once.
+        after the ``scale_loss`` block. Inside it, gradients are scaled and masters have none.
 
         Example::
 
@@ -88,8 +87,6 @@ class SessionState:
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
             binding.refresh()
-        elif binding is not None and not torch.compiler.is_compiling():
-            self._param_mistakes.masters_read(binding, sys._getframe(1))
         for group in optimizer.param_groups:
             yield from group["params"]
 

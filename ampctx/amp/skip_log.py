@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Hashable
+from collections.abc import Container
 
 import torch
 
@@ -27,18 +27,14 @@ class SkipLog:
         self.verbosity = 1
         self._deferred = deferred
         self._explained_skips = False
-        self._said: set[Hashable] = set()
+        self._said: set[str] = set()
 
-    def has_said(self, key: Hashable) -> bool:
-        return key in self._said
-
-    def warn_once(self, key: Hashable, message: str, every_rank: bool = False) -> None:
-        """Logs the first message of this key until ``forget``. ``every_rank``: also if rank 0 may not see the cause."""
-        if key in self._said:
-            return
-        self._said.add(key)
-        if self.verbosity > 0 and (every_rank or is_rank_zero()):
-            logger.warning(message)
+    def warn_once(self, message: str) -> None:
+        """Logs a message the first time, until ``forget``."""
+        if message not in self._said:
+            self._said.add(message)
+            if self.verbosity > 0 and is_rank_zero():
+                logger.warning(message)
 
     def forget(self) -> None:
         """Forgets the logged warnings, so that a new run logs them again."""

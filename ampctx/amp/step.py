@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch import Tensor
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures, torch_state
+from ampctx.amp.events import Events, StepFacts, tell
 from ampctx.amp.flags import FoundInfFlags
 from ampctx.amp.methods import as_copied, replace, weak_method
+from ampctx.amp.misuse import LeftGrads, grad_scaler_calls
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
@@ -69,21 +71,20 @@ class OptimizerBinding:
         casts: CastSwitch,
         steps: GuardedStep,
         names: ParameterNames,
-        taken: Callable[[], Container[int]],
-        loop: Any,
+        taken: Callable[[], set[int]],
+        events: Events,
     ) -> None:
         self.masters, self.gradients, self.loss_scales = masters, Frames(masters), loss_scales
         self.flags, self.steps, self.casts = FoundInfFlags(), steps, casts
-        # ``mistakes.Loop``, which is told what the training loop does.
-        self.loop = loop
+        self.events, self.left_grads = events, LeftGrads()
+        # A GradScaler scales for the optimizer. A loop that uses one does so from the first steps.
+        self._by_scaler, self._first_steps = False, 2
         self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of, self._taken = names, taken
-        # Called once, when the gradients of the first step have arrived.
-        self.at_first_step: list[Callable[[OptimizerBinding], None]] = []
         methods: dict[str, Callable] = {
             "step": self._step,
             "zero_grad": self._zero_grad,
@@ -157,7 +158,7 @@ class OptimizerBinding:
         as_before = is_idle and self.masters.nothing_changed(self._optimizer())
         if not as_before:
             self._catch_up(weights_final=True, gradients=is_idle)
-        self.loop.block_begins(self, is_idle)
+        self.left_grads.block_begins(self.masters.params_without_master, is_idle)
         if not as_before:
             self.masters.check()
         self.gradients.enter(scale, inv_scale, as_before)
@@ -224,7 +225,9 @@ class OptimizerBinding:
             # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
             self.masters.follow(optimizer, self._taken, drop)
-            self.loop.tell_of_dropped_grads(self)
+            names, self.masters.dropped_grads = self.masters.dropped_grads, []
+            if names:
+                tell(self.events.dropped, optimizer, names)
 
     def _device(self) -> torch.device:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -245,8 +248,6 @@ class OptimizerBinding:
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True)
-        while self.at_first_step and not before_closure:
-            self.at_first_step.pop()(self)
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
@@ -263,8 +264,29 @@ class OptimizerBinding:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
-        if not self.loop.blocks and not before_closure:
-            self.loop.tell_of_no_block(self)
+        if self.events.stepping and not before_closure:
+            tell(self.events.stepping, self._facts())
+
+    def _facts(self) -> StepFacts:
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in params)
+        stepped = {id(p) for p in self.model_params()}.union(self._taken())
+        return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
+
+    def check_misuse(self, has_closure: bool = False) -> None:
+        """Checks at the start of a step that the program calls. ``has_closure``: a closure may zero gradients first.
+
+        Raises:
+            AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block
+                are left.
+        """
+        if self.left_grads.marks and not has_closure:
+            self.follow_groups()
+            self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
+        if self._first_steps:
+            self._first_steps -= 1
+            if grad_scaler_calls():
+                self.refuse_grad_scaler()
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -277,15 +299,13 @@ class OptimizerBinding:
         self.refuse("optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
-        self.loop.before_step(self, closure is not None)
+        self.check_misuse(closure is not None)
         self.steps.epoch += 1
         self.flags.forget_taken()
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
             self.ready()
-            if self.masters.place.pending is None:
-                self.loop.tell_of_no_gradients(self)
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_instead_of_device(self.flags.take):
@@ -466,7 +486,7 @@ class OptimizerBinding:
 
     def refuse_grad_scaler(self) -> None:
         """Raises if there are masters: a scaler would neither unscale nor check their gradients."""
-        self.loop.has_scaler = True
+        self._by_scaler = True
         if self.masters.pairs:
             raise AmpError(
                 "a GradScaler was given an optimizer that is under amp with fp32 master weights. It would not unscale "
@@ -482,7 +502,7 @@ class OptimizerBinding:
         if not self.released:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
-        self.loop.zeroed()
+        self.left_grads.zeroed()
         # The flags of an interrupted block or step go with its gradients.
         if self.flags.has_failed or self.gradients.incomplete:
             self.flags.drop_failed()

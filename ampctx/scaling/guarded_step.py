@@ -52,12 +52,12 @@ class Listeners(NamedTuple):
     """The callbacks of a ``GuardedStep``.
 
     skipped: gets the number of skips at the last report, the number now, (loss id, scale, value) of each loss that
-        overflowed, and the parameters with non-finite gradients. None: skips on the device are counted only for a
-        limit.
+        overflowed, the parameters with non-finite gradients, and the number of steps so far. None: skips on the
+        device are counted only for a limit.
     stepped: gets the optimizer and the outcome of every step, while one of ``hooks`` is not empty.
     """
 
-    skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits], None] | None = None
+    skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits, int], None] | None = None
     stepped: Callable[[Any, StepOutcome], None] | None = None
     hooks: tuple[Collection[Any], ...] = ()
 
@@ -87,12 +87,12 @@ class GuardedStep:
         self._limit = limit
         # (Loss id, scale after a skip), as far as the host knows.
         self._scales = scales = deque[tuple[int, float]](maxlen=16)
-        tell = self._listeners.skipped
+        tell, history = self._listeners.skipped, self.history
 
         def report(before: int, now: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits = ()) -> None:
             scales.extend((loss_id, value) for loss_id, _, value in losses)
             if tell is not None:
-                tell(before, now, losses, culprits)
+                tell(before, now, losses, culprits, history.count + 1)
 
         self._report = report
         self._on_device = DeviceSkips(report, losses, in_a_row=limit is not None)

@@ -66,22 +66,22 @@ class StepHistory:
 
     Args:
         length: the number of steps to keep; 0 for none.
-        losses: the number of loss ids.
+        losses: the number of loss ids. ``count``: of steps so far, kept or not.
     """
 
     def __init__(self, length: int, losses: int = 1) -> None:
         self._length = length
         self._losses = losses
-        self._count = 0
+        self.count = 0
         self._read: deque[dict[Number, float]] = deque(maxlen=length)
         self._gathered: deque[_Gathered] = deque()
         self._latest: list[dict[Number, Tensor | float]] = []
 
     def add(self, outcome: StepOutcome) -> None:
         """Adds the outcome of a step. No host sync."""
+        self.count += 1
         if not self._length:
             return
-        self._count += 1
         self._latest.append(outcome.numbers())
         if len(self._latest) == GATHERED_AT_ONCE:
             self._gather()
@@ -109,7 +109,7 @@ class StepHistory:
         checked = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
         nan = float("nan")
         return History(
-            step=list(range(self._count - len(steps), self._count)),
+            step=list(range(self.count - len(steps), self.count)),
             skipped=[any(step[k] for k in step if k[0] in ("overflowed", "found_inf")) for step in steps],
             grad_norm=[step.get(("grad_norm", 0), nan) for step in steps],
             scale={i: [step.get(("scale", i), nan) for step in steps] for i in losses},

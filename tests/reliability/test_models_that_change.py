@@ -401,31 +401,6 @@ def test_assigning_load_state_dict_is_refused(session, level):
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
-@every_optimizer
-@cast_levels
-def test_weights_edited_past_the_masters_are_told_of(session, level, name, caplog):
-    twins = Twins(session, level, name, "a", "b")
-    twins.backward(a=1.0, b=1.0)
-    twins.step()
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "ampctx"):
-        kept = twins.model["a"].clone()
-        twins.model["a"].zero_()
-        twins.model["a"].copy_(kept)  # averaged weights swapped in for an evaluation, and out again
-    for _ in range(2):
-        twins.backward(a=1.0, b=1.0)
-        twins.step()
-    assert not caplog.records
-    for _ in range(2):
-        with torch.no_grad():
-            twins.model["b"].fill_(7.0)
-        twins.backward(b=1.0)
-        with caplog.at_level(logging.WARNING, "ampctx"):
-            twins.step()
-    (record,) = caplog.records
-    assert '"weights.b" was changed in place' in record.message
-    assert "or use model.load_state_dict(), which sets the masters, too." in record.message
-
-
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import subprocess
 import sys
 import time
@@ -250,29 +249,6 @@ def test_a_static_scale_can_skip_together_and_stay(level, wrapped):
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert scale_of(session) == 64.0
     session.reset()
-
-
-# --- uneven inputs ----------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_join_of_the_model_alone_is_told_where_masters_are_left_behind():
-    """On rank 1, whose batches end first."""
-    session, model, optimizer = started("O2")
-    session.verbosity = 1
-    ddp = DistributedDataParallel(model)
-    logged, handler = [], logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("ampctx").addHandler(handler)
-    for epoch in range(2):
-        with ddp.join():
-            for i in range(3 - RANK):
-                step(session, ddp, optimizer, batch(epoch, i, RANK))
-    logging.getLogger("ampctx").removeHandler(handler)
-    session.reset()
-    assert len(logged) == RANK
-    assert all("changed in place" in text for text in logged)
-    assert all("ddp.join() does not work with masters" in text for text in logged)
 
 
 # --- compressed gradients ---------------------------------------------------------------------------------------------
