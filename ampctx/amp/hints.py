@@ -229,7 +229,8 @@ def _has_hooks(p: Tensor) -> bool:
     """Whether the program has registered hooks on a parameter. torch registers some of its own."""
     # Private in torch: a tensor lists its hooks nowhere else.
     hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    functions = [getattr(hook, "func", hook) for hook in hooks]  # of partial ones, as FSDP's
+    return any(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
 
 
 def _step_of(optimizer: Any) -> str:
