@@ -30,12 +30,15 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
+        # This optimizer has not moved yet. A block must not write weights after the forward that it belongs to.
+        binding.masters.ahead = False
         with binding.casts.resumed():
             loss = closure()
         binding.ready()
         if losses := binding.steps.overflowed_instead_of_device(binding.flags.take):
             binding.skip(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
+        binding.masters.ahead = True
         return loss
 
     return binding.step_on_device(original, evaluate, args, kwargs)
@@ -62,6 +65,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         found.extend(overflowed(binding.flags.take()))
         if found:
             raise _OverflowInClosure
+        binding.masters.ahead = True
         return loss
 
     restore = snapshot(binding.optimizer)

@@ -18,7 +18,7 @@ from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.state_dicts import ShowMasters, watch_loading
+from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
@@ -114,6 +114,7 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
     """Loads values into masters along with the model, and refuses to replace tensors that an optimizer steps."""
     for model in models if have_masters else ():
         undo.callback(watch_loading(model))
+        undo.callback(watch_forward(model, masters))
     for model in models if masters else ():
         undo.callback(refuse_replaced(model, _stepped(masters)))
 

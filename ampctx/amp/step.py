@@ -334,6 +334,7 @@ class OptimizerBinding:
 
         ``writes_model``: the optimizer writes the model's weights along with their masters.
         """
+        self.masters.ahead = True
         try:
             result = self.call_own(original, *args, **kwargs)
         except BaseException:
@@ -500,6 +501,8 @@ class OptimizerBinding:
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self.steps.epoch += 1
         if not self.released:
+            if self.masters.ahead:
+                self.masters.copy_to_model()
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()

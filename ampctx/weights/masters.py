@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
@@ -87,6 +88,8 @@ class MasterParams:
         self._frozen: list[Tensor] = []
         # Ids of parameters without master that were in 16 bits when they were added.
         self._low: set[int] = set()
+        # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
+        self._left: Any = WeakIdKeyDictionary()
         # Parameters without master that ``initialize`` has cast, with their former dtype.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # Names of parameters whose gradient was dropped when they joined.
@@ -100,6 +103,8 @@ class MasterParams:
         self._loaded: dict[int, int] = {}
         # Identity, version and address of each weight and master when they last agreed.
         self._agreed = b""
+        # The optimizer may have moved masters, and the weights have yet to follow.
+        self.ahead = False
         self._kinds: bytes | None = None
         self._members: list[list[Tensor]] = []
         self.follow(optimizer, lambda: taken, originals=originals)
@@ -141,9 +146,9 @@ class MasterParams:
                     if id(p) in stands_for:  # twice in the groups: it counts once
                         group["params"][i] = stands_for[id(p)]
                         continue
-                    master = p if p in self.model_of else self._master_of.get(id(p))
+                    master = p if p in self.model_of else self._master_of.get(id(p)) or self._back(p)
                     if master is not None:
-                        pairs.append((self.model_of[master], master))
+                        pairs.append((self.model_of.get(master, p), master))
                     elif not self.master_weights or p.dtype not in LOW_PRECISION:
                         plain.append(p)
                     elif not p.requires_grad:
@@ -165,6 +170,9 @@ class MasterParams:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
+        for p, master in self.pairs:
+            if id(master) not in stands_for:
+                self._left[p] = weakref.ref(master)
         for p in plain:
             original = (originals or {}).get(p)
             if p.dtype in LOW_PRECISION and id(p) not in known:
@@ -181,6 +189,13 @@ class MasterParams:
                 p.grad = None
                 self.dropped_grads.append(self._name_of(p))
         self.agree()
+
+    def _back(self, p: Tensor) -> Tensor | None:
+        """The master of a parameter that was out of the groups, with what the program has written to it since."""
+        reference = self._left.pop(p, None)
+        if (master := None if reference is None else reference()) is not None:
+            master.copy_(resynced(p, master))
+        return master
 
     def _derive(self, optimizer: Any) -> None:
         """What follows from the pairs and the plain parameters. Lists to read only."""
@@ -256,7 +271,7 @@ class MasterParams:
     def nothing_changed(self, optimizer: Any) -> bool:
         """Whether groups, dtypes, devices and weights are as before, and no parameter has a gradient. False if that is
         not known."""
-        if self.unsure or self._frozen or not self._kinds or self._held is None:
+        if self.unsure or self.ahead or self._frozen or not self._kinds or self._held is None:
             return False
         groups, number = optimizer.param_groups, self._held.number
         unchanged = tensor_loops.nothing_changed(groups, self._members, number, self._kinds, self.leaves)
@@ -331,7 +346,7 @@ class MasterParams:
     def agree(self) -> None:
         """Notes that the weights are the rounded masters."""
         if self.pairs:
-            self._agreed = self._counts()
+            self._agreed, self.ahead = self._counts(), False
 
     def model_changed(self) -> None:
         """Notes that a load may have written weights behind the masters."""
@@ -350,6 +365,8 @@ class MasterParams:
         """
         if not self.pairs:
             return
+        if self.ahead:
+            self.copy_to_model()
         now = self._counts()
         if now == self._agreed and not self.unsure:
             return
@@ -371,9 +388,8 @@ class MasterParams:
 
     @torch.no_grad()
     def round_again(self) -> None:
-        """``resync`` before a forward, which may be one of an evaluation: weights of masters alone that were written.
-        No host sync."""
-        if self.pairs and self._agreed and self._counts() != self._agreed:
+        """``resync`` before a forward, which may be one of an evaluation. No host sync."""
+        if self.pairs and (self.ahead or self._counts() != self._agreed):
             self.resync()
 
     @torch.no_grad()
@@ -424,15 +440,16 @@ class MasterParams:
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even. If a kernel raises, writes the weights without it and re-raises."""
         if self.pairs:
+            self.ahead = True
             try:
                 foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)
+                self.agree()
             except BaseException:
                 # Again, in a way that needs no memory.
                 for p, master in self.pairs:
                     p.copy_(master)
-                raise
-            finally:
                 self.agree()
+                raise
 
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None, pending gradients included."""

@@ -6,9 +6,11 @@ loads its own weights.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ampctx.casts.arguments import ModelHook, Undo
@@ -79,6 +81,26 @@ def _model_changed(params: Collection[Tensor]) -> None:
         if masters.pairs_of(params):
             masters.were_loaded = True
             masters.model_changed()
+
+
+class _RoundAgain(ModelHook):
+    """A pre-hook of forward: weights whose masters were written, by an average or a schedule, are rounded again."""
+
+    def __init__(self, masters: Collection[MasterParams] = ()) -> None:
+        self._masters = weakref.WeakSet(masters)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for masters in self._masters:
+                masters.round_again()
+
+    def __reduce__(self) -> tuple:
+        return _RoundAgain, ()
+
+
+def watch_forward(model: nn.Module, masters: Collection[MasterParams]) -> Undo:
+    """Lets the weights of a model follow masters that the program has written, at the next forward."""
+    return model.register_forward_pre_hook(_RoundAgain(masters)).remove
 
 
 def watch_loading(model: nn.Module) -> Undo:
