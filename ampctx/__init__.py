@@ -25,8 +25,8 @@ if TYPE_CHECKING or not (_problem := why_no_torch()):
         ExtensionError,
     )
     from ampctx.amp import AmpSession, GradScaler
-    from ampctx.weights.clip import clip_grad_norm_
     from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+    from ampctx.weights.clip import clip_grad_norm_
 else:
     # The import itself succeeds: `ampctx --help` and `ampctx --version` need no torch.
     def __getattr__(name: str) -> None:

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.opt_level import BRIEFS, resolve
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.kernels.reference import compute_dtype
-from ampctx.weights.clip import strided_grad
-from ampctx.weights.masters import MasterParams
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
@@ -34,6 +32,8 @@ from ampctx.scaling.formats import (
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
 from ampctx.scaling.loss_scale import check_number as check_real
+from ampctx.weights.clip import strided_grad
+from ampctx.weights.masters import MasterParams
 
 # apex.amp is one session; its modules show that session's state.
 session: AmpSession = _default_session
@@ -66,12 +66,12 @@ def set_view(scale: LossScale, view: Any) -> None:
 
 def is_deferred(scale: LossScale) -> bool:
     """Whether a ``delay_overflow_check`` block left the ``found_inf`` flag of ``scale`` to its next update."""
-    return scale in session._blocks.deferred
+    return scale in session._deferred
 
 
 def take_deferred(scale: LossScale) -> Tensor | None:
     """Takes that flag for ``LossScaler.update_scale``; the next step no longer waits for it."""
-    return session._blocks.take_deferred(scale)
+    return session._take_deferred(scale)
 
 
 # --- optimizers: apex.amp._process_optimizer, checkpoints -------------------------------------------------------------
@@ -128,7 +128,7 @@ def window(binding: OptimizerBinding) -> Any:
 def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
     """Stashes ``.grad``. New gradients count as scaled by the first loss scale until ``close_window``."""
     with torch.no_grad():
-        binding.begin(1.0, 1.0)
+        binding.enter(1.0, 1.0)
         binding.gradients.delay(inv_scale, (0, binding.loss_scales[0]))
     return binding.gradients.window
 
@@ -155,7 +155,7 @@ def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:
     """Leaves a ``found_inf`` flag to the next update of ``scale``, as a ``delay_overflow_check`` block does."""
     loss_id = binding.loss_scales.index(scale) if scale in binding.loss_scales else OUTSIDE_OF_BLOCKS
-    session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
+    session._conclude([binding], scale, loss_id, found_inf, delay=True)
 
 
 __all__ = [

@@ -88,22 +88,22 @@ class FoundInfFlags:
         """Drops the flags of a block or step that an exception has ended."""
         if self._undecided is not None and self._undecided.failed:
             self.drop_undecided()
-        self._clear()
+        self.clear()
 
     def replace(self, by_loss: Flags, scales_used: dict[int, Factor]) -> None:
         """Replaces the flags by those of a checkpoint."""
-        self._clear()
+        self.clear()
         self.drop_undecided()
         self.by_loss, self.scales_used = by_loss, scales_used
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         self._taken = None
         self.by_loss, self._final, self.of_failed_step = {}, {}, False
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
         taken = self.by_loss, self._final
-        self._clear()
+        self.clear()
         self._taken = taken
         return taken[0]
 

@@ -173,7 +173,7 @@ class LeftGrads:
         """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
-            self.joined = self._untouched(params)
+            self.joined = self._untouched(params) if self.marks else []
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
@@ -188,7 +188,7 @@ class LeftGrads:
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of the marks whose gradient is there unchanged. No host sync."""
         found = []
-        for p in params if self.marks else ():
+        for p in params:
             g = p.grad
             if g is not None and id(g) in self.marks:
                 reference, version = self.marks[id(g)]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx._version import __version__
-from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.run_state import State, entry, typed
 from ampctx.amp.skip_log import is_rank_zero
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError
-from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.named_entries import (
     FULL,
     ROUNDED,
@@ -42,6 +41,7 @@ from ampctx.amp.named_entries import (
     own,
 )
 from ampctx.amp.run_state import State, entry, typed
+from ampctx.amp.step import OptimizerBinding
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._state import EXTRAS, divided, joined

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ampctx._collectives import check_process_group
-from ampctx._compiling import outside_of_graphs
+from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights
-from ampctx.amp.step import OptimizerBinding
-from ampctx.amp.blocks import Block
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts import casting
 from ampctx.casts.arguments import Undo
@@ -33,18 +33,46 @@ from ampctx.casts.functions import FunctionCasts
 from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
-from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
-from ampctx.weights import waiting
-from ampctx.weights.masters import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
 from ampctx.scaling.outcome import Culprits
 from ampctx.scaling.stall import check_limit
+from ampctx.weights import waiting
+from ampctx.weights.masters import MasterParams
 
 logger = logging.getLogger("ampctx")
+
+
+@dataclass(eq=False)
+class Block:
+    """A ``scale_loss`` block.
+
+    Attributes:
+        factor, inv_scale: of its loss and its gradients. found_inf: the flag of its gradients.
+        others: optimizers with masters that the block does not name, and that its backward may reach. notes: called
+            with what the block has unscaled, to mark gradients that it has left in other optimizers.
+        opened: with the number of blocks open before this one, for an exception. ending: the block is at its end.
+        facts: those that observers were told when it began.
+    """
+
+    bindings: list[OptimizerBinding]
+    loss_id: int
+    scale: LossScale
+    device: torch.device
+    delay_unscale: bool
+    delay_overflow_check: bool
+    factor: Factor = 1.0
+    inv_scale: Factor = 1.0
+    found_inf: FoundInf = field(init=False)
+    others: list[OptimizerBinding] = field(default_factory=list)
+    notes: list[Callable[[set[int]], None]] = field(default_factory=list)
+    opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
+    ending: bool = False
+    facts: BlockFacts | None = None
 
 
 class AmpSession(SessionState):
@@ -289,9 +317,9 @@ class AmpSession(SessionState):
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
-            for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._blocks.deferred):
+            for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._deferred):
                 stack.callback(forget.clear)
-            for flag in waiting.of(self._blocks):
+            for flag in waiting.of(self):
                 stack.callback(flag.drop)
             stack.callback(self._log.forget)
             stack.callback(setattr, self, "loss_scales", [])
@@ -369,56 +397,187 @@ class AmpSession(SessionState):
             raise AmpTypeError(
                 f"scale_loss: loss is {loss.dtype}, expected a floating type. Backward needs a real loss."
             )
-        loss_id = check_loss_id(loss_id)
-        block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
-        loss_scale = self._loss_scale(block.bindings, loss_id)
+        block = self._block(loss, optimizers, check_loss_id(loss_id), delay_unscale, delay_overflow_check)
         if self._lacks_masters:
             self._tell_of_lost_masters(may_wait=False)
         try:
-            scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
-            is_alone = len(self._bindings) == len(block.bindings)
-            elsewhere = [] if is_alone else self._watch_others(block.bindings, loss_scale)
-            facts: BlockFacts | None = None
+            self._enter(block)
             with self._casts.suspended():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
                     # A call, so that a pending interrupt is raised here. After the yield the ``with`` statement has
                     # not begun yet, and would not clean up.
-                    if isinstance(scale, PerDevice):
-                        wide = torch.mul(wide, scale.on(loss.device))
-                        if self._events.entered and (loss_scale.moves or loss_scale.init_scale != 1.0):
-                            facts = self._facts_of(block, wide)
-                            tell(self._events.entered, facts)
+                    if isinstance(block.factor, PerDevice):
+                        wide = torch.mul(wide, block.factor.on(loss.device))
+                        if self._events.entered and (block.scale.moves or block.scale.init_scale != 1.0):
+                            block.facts = self._facts_of(block, wide)
+                            tell(self._events.entered, block.facts)
                     yield wide
                 finally:
+                    # As in apex, optimizers that the block does not name get nothing of its backward.
                     for binding in block.others:
                         clear_grads(binding.masters.params_with_master, False)
-                    for note in elsewhere:
+                    for note in block.notes:
                         note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
             for binding in block.bindings:
                 if binding.left_grads.joined:
                     binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
-            if facts is not None:
-                tell(self._events.left, facts)
-            self._blocks.end(block, loss_scale)
+            if block.facts is not None:
+                tell(self._events.left, block.facts)
+            self._leave(block)
         except BaseException:
-            self._blocks.abandon(block)
+            self._abandon(block)
             raise
         finally:
             try:
                 self._thread.leave_block()
             except BaseException:
-                self._blocks.abandon(block)
+                self._abandon(block)
                 raise
 
+    def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
+        bindings = self._bindings_of(optimizers)
+        # An optimizer keeps the scales of its own initialize call.
+        scales = bindings[0].loss_scales if bindings else self.loss_scales
+        if not -len(scales) <= loss_id < len(scales):
+            raise AmpIndexError(
+                f"scale_loss: loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize. Pass the "
+                "number of losses there."
+            )
+        return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
+
     @outside_of_graphs
-    def _watch_others(self, named: list[OptimizerBinding], scale: LossScale) -> list[Callable[[set[int]], None]]:
-        """Looks at the gradients of the optimizers that a block must not send scaled gradients to."""
-        others = [b for b in self._bindings.values() if b not in named and b.gradients.is_idle]
-        return [
+    @without_grad
+    def _enter(self, block: Block) -> None:
+        """Prepares the backward of a block in this thread."""
+        self._thread.enter_block(self._casts.enabled)
+        if waiting.ALL:
+            self._decide("amp.scale_loss")
+        # Both now: a nested block may change the scale before this one ends.
+        fresh = not any(binding.gradients.frames for binding in block.bindings)
+        block.factor, block.inv_scale, block.found_inf = block.scale.factors(block.device, fresh)
+        if len(self._bindings) > len(block.bindings):
+            idle = [b for b in self._bindings.values() if b not in block.bindings and not b.gradients.frames]
+            block.others = [b for b in idle if b.masters.pairs]
+            for other in block.others:
+                other.refresh()  # else they would treat the block's scaled gradients as plain ones
+        else:
+            idle = []
+        for binding in block.bindings:
+            block.opened.append((binding, binding.gradients.depth))
+            binding.enter(block.factor, block.inv_scale)
+        block.notes = [
             b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs))
-            for b in (others if not scale.is_identity else ())
+            for b in (() if block.scale.is_identity else idle)
         ]
+
+    @outside_of_graphs
+    @without_grad
+    def _leave(self, block: Block) -> None:
+        """Unscales and checks the gradients of the block's backward, or leaves them to a later block."""
+        bindings, scale, found_inf = block.bindings, block.scale, block.found_inf
+        for binding in bindings:
+            binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.factor
+            binding.follow_groups()  # parameters that joined or were unfrozen in the block got gradients in it
+        nested = any(len(binding.gradients.frames) > 1 for binding in bindings)
+        block.ending = True
+        if block.delay_unscale and not nested and not self._share_parameters(bindings):
+            for binding in reversed(bindings):
+                loss = block.loss_id % len(binding.loss_scales), scale
+                binding.gradients.delay(block.inv_scale, loss)
+            return
+        delay = block.delay_unscale or block.delay_overflow_check
+        if not delay and not nested and self._decides_alone(bindings, scale):
+            found_inf.update = scale.update_with_check(block.device)
+        done = set[int]() if len(bindings) > 1 else None
+        for binding in bindings:
+            binding.gradients.leave(found_inf, done, binding.is_unchecked)
+        if isinstance(found_inf, Unread):
+            if not delay:
+                scale.count_clean(block.device)
+            return
+        flag = found_inf.joined(block.device)
+        self._conclude(bindings, scale, block.loss_id, flag, delay, found_inf.is_updated)
+
+    @staticmethod
+    def _abandon(block: Block) -> None:
+        # In reverse: of optimizers that share a parameter, the first one has set its gradient aside.
+        for binding, depth in reversed(block.opened):
+            binding.abandon(depth, block.ending)
+
+    def _conclude(
+        self,
+        bindings: list[OptimizerBinding],
+        scale: LossScale,
+        loss_id: int,
+        found_inf: Tensor,
+        delay: bool,
+        is_updated: bool = False,
+    ) -> None:
+        """Sets ``found_inf`` for the next steps and updates the scale, or leaves the update to a later block.
+
+        ``is_updated``: the check has updated the scale.
+        """
+        if not scale.dynamic:
+            scale.tell(found_inf)
+            if not delay:
+                scale.count_clean(found_inf.device)
+            return
+        groups = [group for binding in bindings for group in binding.masters.groups]
+        if groups or scale.process_group is not None:
+            alone = len(bindings) == 1 and scale.observer is None and scale.process_group is None
+            if alone and not delay and not bindings[0].gradients.frames and scale not in self._deferred:
+                # Nobody else sees the flag, so that ranks may agree on it later.
+                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups, self)
+            found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
+        for binding in bindings:
+            binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
+        if is_updated:
+            return
+        if scale in self._deferred:
+            found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)
+        if scale.observer is not None:
+            scale.tell(found_inf)
+        if delay:
+            self._deferred[scale] = found_inf
+        else:
+            self._deferred.pop(scale, None)
+            scale.update(found_inf)
+
+    def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
+        """Whether the flag of the block's own check decides about the scale, and nobody else sees or changes it."""
+        return (
+            scale.dynamic
+            and len(bindings) == 1
+            and scale not in self._deferred
+            and scale.observer is None
+            and scale.process_group is None
+            and not bindings[0].masters.groups
+        )
+
+    def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
+        """Whether another optimizer has a parameter of these bindings, too. Such gradients cannot stay scaled for one
+        of them only."""
+        if len(self._bindings) < 2:
+            return False
+        owners = Counter(id(p) for b in self._bindings.values() for p in b.masters.params_without_master)
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
+
+    def _decide(self, call: str) -> None:
+        """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
+        for flag in waiting.of(self):
+            flag.decide(call)
+
+    def _take_deferred(self, scale: LossScale) -> Tensor | None:
+        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
+
+        The caller must update the scale and decide about the next steps: this flag no longer skips them. No host sync.
+        """
+        found_inf = self._deferred.pop(scale, None)
+        if found_inf is not None:
+            for binding in self._bindings.values():
+                binding.flags.drop_provisional(scale)
+        return found_inf
 
     @staticmethod
     def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:
@@ -457,16 +616,6 @@ class AmpSession(SessionState):
                 "there together with its model. See docs/errors.md#did-not-go-through-ampinitialize."
             )
         return bindings
-
-    def _loss_scale(self, bindings: list[OptimizerBinding], loss_id: int) -> LossScale:
-        # An optimizer keeps the scales of its own initialize call.
-        scales = bindings[0].loss_scales if bindings else self.loss_scales
-        if not -len(scales) <= loss_id < len(scales):
-            raise AmpIndexError(
-                f"scale_loss: loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize. Pass the "
-                "number of losses there."
-            )
-        return scales[loss_id]
 
     # --- casts -------------------------------------------------------------------------------------------------------
 

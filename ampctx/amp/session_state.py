@@ -17,18 +17,17 @@ from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
-from ampctx.amp.step import OptimizerBinding
-from ampctx.amp.blocks import Blocks
 from ampctx.amp.events import Events
 from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import autocast_off
-from ampctx.weights import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import StepOutcome
+from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")
 
@@ -40,8 +39,9 @@ class SessionState:
         self.policy: PrecisionPolicy | None = None
         self.loss_scales: list[LossScale] = []
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
-        self._blocks = Blocks(self._bindings)
-        self._log = SkipLog(self._blocks.deferred)
+        # Flags of blocks that left the update of their scale to a later block.
+        self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
+        self._log = SkipLog(self._deferred)
         # The latest loaded state had no masters, and a warning about that may still be due.
         self._lacks_masters = False
         self._events = Events()
@@ -301,7 +301,7 @@ class SessionState:
     def _run_state(self, bindings: list[OptimizerBinding], call: str) -> dict[str, Any]:
         assert self.policy is not None
         self._blocks.decide(call)
-        state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, call)
+        state = run_state.saved(bindings, self.loss_scales, self._deferred, self.policy.opt_level, call)
         if any(map(run_state.drops_gradients, bindings)):
             logger.warning(
                 "%s: there are gradients that no step has used. The state does not contain them. Save after "
@@ -368,7 +368,7 @@ class SessionState:
                         *(call, i, scale.value(), entries[i]["loss_scale"]),
                     )
                 scale.load_state_dict(entries[i])
-            for flag in waiting.of(self._blocks):
+            for flag in waiting.of(self):
                 flag.moves_scale = False  # of the scale before
             load_run()
 
@@ -379,7 +379,7 @@ class SessionState:
         if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
             level = self.policy.opt_level
-            return run_state.loader(state, bindings, self.loss_scales, self._blocks.deferred, level, call)
+            return run_state.loader(state, bindings, self.loss_scales, self._deferred, level, call)
         return self._tell_of_lost_masters
 
     def _tell_of_lost_masters(self, may_wait: bool = True) -> None:

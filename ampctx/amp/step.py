@@ -146,13 +146,14 @@ class OptimizerBinding:
 
     def enter(self, scale: Factor, inv_scale: Factor) -> None:
         """Prepares the backward of a scale_loss block. Under no_grad."""
-        is_idle = self.gradients.is_idle
+        frames = self.gradients.frames
+        is_idle = not frames
         if self.released:
             raise AmpError(
                 "amp.scale_loss was called after amp.reset(), so amp no longer handles this optimizer. Call "
                 "amp.initialize again."
             )
-        if not self.gradients.depth:
+        if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
         as_before = is_idle and self.masters.nothing_changed(self._optimizer())
@@ -296,10 +297,12 @@ class OptimizerBinding:
         if torch_state.MODULE in sys.modules and not self.optimizer.state and torch_state.is_calling():
             # With masters, ``_state_dict`` refuses what follows, and no state must stay.
             return None if self.masters.pairs else self.call_own(original, *args, **kwargs)
-        self.refuse("optimizer.step()")
+        if self.gradients.frames or self.gradients.incomplete:
+            self.refuse("optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
-        self.check_misuse(closure is not None)
+        if self._first_steps or self.left_grads.marks:
+            self.check_misuse(closure is not None)
         self.steps.epoch += 1
         self.flags.forget_taken()
         try:
@@ -381,8 +384,7 @@ class OptimizerBinding:
             )
             self.gradients.drop_master_grads()
             self._take_back(former)
-            flags.take()
-            flags.forget_taken()
+            flags.clear()
             self.gradients.stepped = True
         except BaseException:
             self._take_back(former)  # again, after an interrupt: a flag that stays would skip all steps

@@ -29,8 +29,6 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.pending import clear_grads
-from ampctx.weights.step import Given
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
@@ -38,6 +36,8 @@ from ampctx.optimizers._saving import Saved
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
 from ampctx.optimizers._state_types import Forms
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
+from ampctx.weights.pending import clear_grads
+from ampctx.weights.step import Given
 
 
 class CommonOptions(TypedDict, total=False):

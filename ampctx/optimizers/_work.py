@@ -30,11 +30,11 @@ from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_la
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.pending import Pending
-from ampctx.weights.step import Counts, Step
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 from ampctx.optimizers._state_types import Forms
+from ampctx.weights.pending import Pending
+from ampctx.weights.step import Counts, Step
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")

@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.weights.step import Given
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag
+from ampctx.weights.step import Given
 
 # Options that apex's class had until 2019.
 _FORMER_OPTIONS = {"max_grad_norm": "call ampctx.clip_grad_norm_ before step()"}

@@ -13,11 +13,11 @@ from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.weights.step import Given
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
 from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Scaling, Work
+from ampctx.weights.step import Given
 
 
 class FusedLAMB(FusedOptimizer):

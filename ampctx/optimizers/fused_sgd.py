@@ -11,10 +11,10 @@ from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
-from ampctx.weights.step import Given
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup, is_zero
 from ampctx.optimizers._options import Group
+from ampctx.weights.step import Given
 
 
 class FusedSGD(FusedOptimizer):

@@ -16,12 +16,12 @@ from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import place_grads
-from ampctx.weights.step import declares
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
+from ampctx.weights.step import declares
 
 
 class LARC:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ampctx.kernels import handles, ops
 from ampctx.kernels.foreach import move
 from ampctx.kernels.reference import skip_counts
-from ampctx.weights.step import declares
 from ampctx.scaling.loss_scale import LossScale
+from ampctx.weights.step import declares
 
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]

@@ -25,13 +25,13 @@ from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.handles import ReadTensors, read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
-from ampctx.weights.clip import norm_before_clipping, strided_grad
-from ampctx.weights.step import declares
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
 from ampctx.scaling.scaler_state import ScalerState, fresh_optimizer_state
+from ampctx.weights.clip import norm_before_clipping, strided_grad
+from ampctx.weights.step import declares
 
 logger = logging.getLogger("ampctx")
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels.foreach import Factor, join_flags
-from ampctx.weights.step import Counts
+from ampctx.kernels.foreach import join_flags
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, StepOutcome, gathered
 from ampctx.scaling.stall import stall_error
 from ampctx.scaling.undo import with_wrapped
+from ampctx.weights.step import Counts
 
 # The loss id of gradients that no block has checked.
 OUTSIDE_OF_BLOCKS = -1

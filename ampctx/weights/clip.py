@@ -138,9 +138,7 @@ def clip_grad_norm_(
         place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     # dynamo cannot trace pending gradients, nor what ranks have yet to agree on.
-    leaves = torch.compiler.is_compiling() and (
-        are_sharded or any(isinstance(p, MasterParam) for p in found)
-    )
+    leaves = torch.compiler.is_compiling() and (are_sharded or any(isinstance(p, MasterParam) for p in found))
     clip = _clip_outside_of_graphs if leaves else _clip
     return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach)
 

@@ -104,7 +104,8 @@ class Frames:
     def enter(self, scale: Factor, inv_scale: Factor, have_none: bool = False) -> None:
         """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect`` first: no
         parameter with a master may have a gradient. ``have_none``: gradients are idle, and none is there."""
-        self._masters.place.materialize()
+        if self._masters.place.pending is not None:
+            self._masters.place.materialize()
         if have_none:
             self.frames.append(Frame(scale, inv_scale, {}))
             return

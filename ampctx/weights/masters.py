@@ -294,8 +294,10 @@ class MasterParams:
         if kinds is not None and kinds == self._kinds:
             return
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
-        devices = zip(map(Tensor.get_device, self.params_with_master), map(Tensor.get_device, self.masters), strict=True)
-        low = set(map(dtype_of, self.params_with_master)) <= set(LOW_PRECISION)
+        devices = zip(
+            map(Tensor.get_device, self.params_with_master), map(Tensor.get_device, self.masters), strict=True
+        )
+        low = set(map(dtype_of, params)) <= set(LOW_PRECISION)
         if not low or any(a != b for a, b in devices):
             for p, master in self.pairs:
                 if p.dtype not in LOW_PRECISION or p.device != master.device:
@@ -340,7 +342,7 @@ class MasterParams:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def _counts(self) -> bytes:
-        held = self._handle()
+        held = self._held or self._handle()
         return tensor_loops.counted(self._both, 0 if held is None else held.number)
 
     def agree(self) -> None:
