@@ -294,11 +294,10 @@ class MasterParams:
         if kinds is not None and kinds == self._kinds:
             return
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
-        devices = zip(
-            map(Tensor.get_device, self.params_with_master), map(Tensor.get_device, self.masters), strict=True
-        )
+        params, masters = self.params_with_master, self.masters
+        moved = list(map(Tensor.get_device, params)) != list(map(Tensor.get_device, masters))
         low = set(map(dtype_of, params)) <= set(LOW_PRECISION)
-        if not low or any(a != b for a, b in devices):
+        if not low or moved:
             for p, master in self.pairs:
                 if p.dtype not in LOW_PRECISION or p.device != master.device:
                     raise AmpError(
@@ -342,7 +341,7 @@ class MasterParams:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def _counts(self) -> bytes:
-        held = self._held or self._handle()
+        held = self._handle() if self._held is None else self._held
         return tensor_loops.counted(self._both, 0 if held is None else held.number)
 
     def agree(self) -> None:
