@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.binding import OptimizerBinding
-from ampctx.amp.opt_level import BRIEFS, resolve
+from ampctx.amp.options import BRIEFS, resolve
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp.opt_level import PrecisionPolicy, modules_or_classes, resolve
+from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import install_io_casts, modules_in_fp32
 from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
@@ -95,7 +95,7 @@ def fully_shard(
     low = _low_dtype(opt_level)
     level = resolve(opt_level, keep_fp32=keep_fp32)
     policy = _policy(low, reduce_dtype)
-    chosen = {model, *_found(model, modules_or_classes("units", units))}
+    chosen = {model, *_found(model, modules_or_classes(level, "units", units))}
     kept: KeptModules | None = None
     hand_over: set[nn.Module] = set()
     if low is not None:

@@ -18,7 +18,7 @@ from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
-from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
+from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero

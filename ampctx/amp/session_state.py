@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import named_entries, named_state, ranks, run_state
-from ampctx.amp import weights as master_weights
+from ampctx.amp import export, named_entries, named_state, ranks, run_state
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
-from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
@@ -215,7 +214,7 @@ class SessionState:
         Raises:
             AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
         """
-        return master_weights.master_state_dict(model, list(self._bindings.values()), dtype)
+        return export.master_state_dict(model, list(self._bindings.values()), dtype)
 
     def master_model(self, model: nn.Module) -> nn.Module:
         """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
@@ -235,7 +234,7 @@ class SessionState:
             AmpTypeError: ``model`` is no module.
             AmpError: a master is in the optimizer's own state (its option ``master_weights``).
         """
-        return master_weights.master_model(model, list(self._bindings.values()))
+        return export.master_model(model, list(self._bindings.values()))
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
