@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights
+from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights, state
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
@@ -365,7 +365,7 @@ class AmpSession(SessionState):
         block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
         if self._lacks_masters:
-            self._tell_of_lost_masters(may_wait=False)
+            state.tell_of_lost_masters(self, may_wait=False)
         try:
             scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
             is_alone = len(self._bindings) == len(block.bindings)
