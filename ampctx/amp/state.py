@@ -8,10 +8,8 @@
           "scales": {loss id: the factor of the loss}, "loss_scales": those of an earlier initialize, with "deferred"}
 
 ``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
-numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. Counts of skipped steps are not saved: no
-result depends on them.
-
-``session``: an ``AmpSession``. Its methods have the public docstrings.
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. ``session``: an ``AmpSession``, whose
+methods have the public docstrings.
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ logger = logging.getLogger("ampctx")
 
 Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]
+Loader = Callable[[], None]
 # A change that this version would misread raises it. States without a number are of format 1.
 FORMAT = 1
 _OF_OPTIMIZERS = ("params", "names", "masters", "overflows", "scales", "loss_scales")
@@ -107,19 +106,16 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
             "optimizer.step().",
             call,
         )
-    of_session = {"format": FORMAT, "opt_level": session.policy.opt_level, "deferred": _deferred_of(scales, deferred)}
-    return {**of_session, "optimizers": optimizers}
+    facts = {"format": FORMAT, "opt_level": session.policy.opt_level, "deferred": _deferred_of(scales, deferred)}
+    return {**facts, "optimizers": optimizers}
 
 
 def _drops_gradients(binding: OptimizerBinding) -> bool:
     """Whether there seem to be gradients that the next step uses."""
     checked, masters = binding.gradients.checked, binding.masters
-    return (
-        not binding.gradients.is_idle
-        or (checked is not None and bool(checked.masters))
-        or any(stored_grad(master) is not None for master in masters.masters)
-        or (bool(binding.flags.by_loss) and any(p.grad is not None for p in masters.leaves))
-    )
+    of_masters = (checked is not None and checked.masters) or any(stored_grad(m) is not None for m in masters.masters)
+    of_leaves = binding.flags.by_loss and any(p.grad is not None for p in masters.leaves)
+    return bool(not binding.gradients.is_idle or of_masters or of_leaves)
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:
@@ -132,8 +128,6 @@ def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, b
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
-
-Loader = Callable[[], None]
 
 
 @autocast_off()
@@ -207,11 +201,9 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
             f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
         )
     there, here = formats.read_grad_scaler_state(state), scales[0]
-    left_out = [
-        f"{name}={getattr(there, name)} (here {getattr(here, name)})"
-        for name in ("growth_factor", "backoff_factor", "growth_interval")
-        if getattr(there, name) != getattr(here, name)
-    ]
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    pairs = [(name, getattr(there, name), getattr(here, name)) for name in names]
+    left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
     if left_out and here.dynamic:
         logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
     return formats.to_amp_state(state)
@@ -286,15 +278,13 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
                 "to amp.initialize in the order of the run that was saved. If parameters were only renamed, delete "
                 f'{where}["names"].'
             )
-    masters = _by_id(state, "masters", where, range(len(params)), Tensor)
+    masters, inside = _by_id(state, "masters", where, range(len(params)), Tensor), f'{where}["masters"]'
     for i, p in enumerate(params):
-        inside = f'{where}["masters"]'
         if (i in masters) != (p in binding.masters.model_of):
             has, here = ("", "none") if i in masters else (" no", "one")
             raise AmpKeyError(
                 f"{inside} has{has} {i}, and that parameter of shape {tuple(p.shape)} has {here} here. Pass "
-                "amp.initialize the same keep_fp32 as in the run that was saved, and freeze the same parameters until "
-                "the state is loaded."
+                "amp.initialize the same keep_fp32 as in the run that was saved. Load before you unfreeze parameters."
             )
         if i in masters:
             checked(masters[i], p.shape, f"{inside}[{i}]", p.dtype)
@@ -317,9 +307,6 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         binding.restore(flags, dict(scales_used))
 
     return load
-
-
-# --- entries ----------------------------------------------------------------------------------------------------------
 
 
 def typed(value: Any, kind: type, where: str) -> None:
@@ -348,8 +335,7 @@ def checked(value: Any, shape: torch.Size, where: str, dtype: torch.dtype | None
     """Checks for a tensor of that shape. With ``dtype``: of it, and dense."""
     typed(value, Tensor, where)
     if value.shape != shape or dtype not in (None, value.dtype):
-        expected = f"{tuple(shape)}" if dtype is None else f"{tuple(shape)} and {dtype}"
-        raise AmpValueError(f"{where} is of shape {tuple(value.shape)} and {value.dtype}, expected {expected}")
+        has, needs = f"{tuple(value.shape)} and {value.dtype}", f"{tuple(shape)} and {dtype or 'any dtype'}"
+        raise AmpValueError(f"{where} is of shape {has}, expected {needs}")
     if value.is_meta or (dtype is not None and value.layout is not torch.strided):
-        kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
-        raise AmpValueError(f"{where} is {kind}, expected a dense tensor")
+        raise AmpValueError(f"{where} is {value.layout} on {value.device}, expected a dense tensor with values")
