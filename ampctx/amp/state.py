@@ -106,8 +106,8 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
             "optimizer.step().",
             call,
         )
-    facts = {"format": FORMAT, "opt_level": session.policy.opt_level, "deferred": _deferred_of(scales, deferred)}
-    return {**facts, "optimizers": optimizers}
+    level = session.policy.opt_level
+    return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
 
 
 def _drops_gradients(binding: OptimizerBinding) -> bool:
@@ -284,7 +284,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
             has, here = ("", "none") if i in masters else (" no", "one")
             raise AmpKeyError(
                 f"{inside} has{has} {i}, and that parameter of shape {tuple(p.shape)} has {here} here. Pass "
-                "amp.initialize the same keep_fp32 as in the run that was saved. Load before you unfreeze parameters."
+                "amp.initialize the same keep_fp32 as in the run that was saved, and load with the same ones frozen."
             )
         if i in masters:
             checked(masters[i], p.shape, f"{inside}[{i}]", p.dtype)
