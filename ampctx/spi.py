@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.opt_level import BRIEFS, resolve
+from ampctx.amp.options import BRIEFS, resolve
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast

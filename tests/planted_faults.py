@@ -357,7 +357,7 @@ FAULTS = [
     ),
     Fault(
         "masters of a checkpoint are not loaded", "ampctx",
-        "self._params[i].copy_(value)", "pass", f"{ROWS}resume_several_optimizers.py {ROWS}damaged_checkpoints.py",
+        "params[i].copy_(value)", "pass", f"{ROWS}resume_several_optimizers.py {ROWS}damaged_checkpoints.py",
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
@@ -380,7 +380,7 @@ FAULTS = [
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",
-        "if name not in saved.without_state:", "if True:", f"{ROWS}named_state.py",
+        "if saved[m.name].has_state:", "if True:", f"{ROWS}named_state.py",
     ),
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(

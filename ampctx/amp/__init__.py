@@ -5,7 +5,7 @@
 
 from ampctx.amp import hints
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
-from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
+from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.history import History

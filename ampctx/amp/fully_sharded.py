@@ -6,28 +6,24 @@ The fp32 shards are the masters. The mixed-precision policy of each unit casts t
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp.opt_level import PrecisionPolicy, modules_or_classes, resolve
+from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import install_io_casts, modules_in_fp32
 from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
 from ampctx.casts.kept_modules import KeptModules, find_kept
 from ampctx.kernels.sharding import is_fully_sharded
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
 # --- before initialize ------------------------------------------------------------------------------------------------
 
 
-def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None = torch.float32) -> MixedPrecisionPolicy:
+def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None = torch.float32) -> Any:
     """Makes the policy of an opt level for torch's ``fully_shard``. No host sync.
 
     Example::
@@ -95,7 +91,7 @@ def fully_shard(
     low = _low_dtype(opt_level)
     level = resolve(opt_level, keep_fp32=keep_fp32)
     policy = _policy(low, reduce_dtype)
-    chosen = {model, *_found(model, modules_or_classes("units", units))}
+    chosen = {model, *_found(model, modules_or_classes(level, "units", units))}
     kept: KeptModules | None = None
     hand_over: set[nn.Module] = set()
     if low is not None:
@@ -139,7 +135,7 @@ def _low_dtype(opt_level: str) -> torch.dtype | None:
     return level.input_dtype
 
 
-def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
@@ -171,7 +167,7 @@ class Sharded(NamedTuple):
         casts_outputs: whether the policy of the model itself has an ``output_dtype``. The level's comes after it.
     """
 
-    policy: MixedPrecisionPolicy
+    policy: Any
     without: list[Unit]
     kept: list[nn.Module]
     casts_outputs: bool
@@ -206,25 +202,22 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     if not policy.keeps_masters:
         if all(p.dtype == low for p in model.parameters() if p.is_floating_point()):
             return None  # 16-bit shards: the optimizer keeps what their dtype cannot
-        raise AmpError(
+        raise _refused(
             f"{policy.opt_level} {'with split' if policy.master_weights else 'without'} master weights does not work "
-            "under fully_shard, whose fp32 shards are the masters. Use O2 or O5, and leave master_weights at None. See "
-            "docs/guide/fsdp_zero.md#fsdp2."
+            "under fully_shard, whose fp32 shards are the masters. Use O2 or O5, and leave master_weights at None."
         )
     if outside:
         raise _in_no_unit(next(iter(outside)), low)
     in_fp32 = modules_in_fp32(model, True, kept.modules)
     if not policy.keep_batchnorm_fp32 and (cast := in_fp32 - modules_in_fp32(model, False, kept.modules)):
         name = next(name for name, module in model.named_modules() if module in cast)
-        raise AmpError(
+        raise _refused(
             f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it at '
-            "None. See docs/guide/fsdp_zero.md#fsdp2."
+            "None."
         )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
-    without: list[Unit] = []
-    meshes: list[tuple[Unit, Any]] = []
-    sums: list[tuple[Unit, Any]] = []
-    casts_outputs = False
+    without, casts_outputs = list[Unit](), False
+    meshes, sums = list[tuple[Unit, Any]](), list[tuple[Unit, Any]]()
     for unit in units:
         try:
             if names := unit.left_out():
@@ -240,13 +233,13 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             raise _unknown_torch(unit, wanted) from None
     if different := _different(meshes):
         (one, ranks), (other, others) = different
-        raise AmpError(
+        raise _refused(
             f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
-            "step. Pass the same mesh to each fully_shard. See docs/guide/fsdp_zero.md#fsdp2."
+            "step. Pass the same mesh to each fully_shard."
         )
     if different := _different(sums):
         (one, dtype), (other, another) = different
-        raise AmpError(
+        raise _refused(
             f"{one} and {other} have several policies: gradients are summed in {dtype} and in {another}. Pass one "
             f"policy to each fully_shard:{_lines(wanted)}"
         )
@@ -254,13 +247,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     return Sharded(wanted, without, [m for m in roots if m not in kept.entries], casts_outputs)
 
 
-def _is_16_bit(
-    unit: Unit,
-    given: MixedPrecisionPolicy | None,
-    wanted: MixedPrecisionPolicy,
-    in_fp32: set[nn.Module],
-    keeper: dict[int, nn.Module],
-) -> bool:
+def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
     """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
     that keeps a parameter in fp32, by id.
 
@@ -271,50 +258,51 @@ def _is_16_bit(
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]
     if not low and (kept or in_fp32.issuperset(unit.modules)):
-        wrong = [name for name, dtype in unit.param_dtypes().items() if dtype not in (None, torch.float32)]
-        if wrong:
-            raise AmpError(
-                f'"{wrong[0]}" stays in fp32, and {unit} casts it to {unit.param_dtypes()[wrong[0]]}. Leave mp_policy '
-                "out of this fully_shard. See docs/guide/fsdp_zero.md#fsdp2."
-            )
+        for name, dtype in unit.param_dtypes().items():
+            if dtype not in (None, torch.float32):
+                raise _refused(
+                    f'"{name}" stays in fp32, and {unit} casts it to {dtype}. Leave mp_policy out of this fully_shard.'
+                )
         return False
+    level = f"and the level computes in {wanted.param_dtype}"
     dtypes = unit.param_dtypes() if given is not None else dict.fromkeys(floating, wanted.param_dtype)
     for name in low:
         if dtypes[name] != wanted.param_dtype:
             has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
-            raise AmpError(
-                f"{unit} has a policy that {has}, and the level computes in "
-                f"{wanted.param_dtype}. If fully_shard got keep_fp32, pass the same to amp.initialize. Else pass the "
-                f"level's policy:{_lines(wanted)}"
+            raise _refused(
+                f"{unit} has a policy that {has}, {level}. If fully_shard got keep_fp32, pass the same to "
+                f"amp.initialize. Else pass the level's policy:{_lines(wanted)}"
             )
     if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
-        raise AmpError(
-            f"{unit} has a policy that casts its inputs to {given.param_dtype}, and the level computes in "
-            f"{wanted.param_dtype}. Pass its policy:{_lines(wanted)}"
+        raise _refused(
+            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its policy:"
+            f"{_lines(wanted)}"
         )
     for name in kept:
         if dtypes[name] not in (None, torch.float32):
             module = name.rpartition(".")[0]
-            raise AmpError(
+            raise _refused(
                 f'"{module}" stays in fp32, and shares {unit} with "{low[0]}", which the level casts to '
                 f"{wanted.param_dtype}. torch gathers a unit in one dtype. Make it a unit of its own, first:\n"
                 f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
-                "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32. See "
-                "docs/guide/fsdp_zero.md#fsdp2."
+                "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32."
             )
     if given is None and unit.has_run():
-        raise AmpError(
+        raise _refused(
             f"{unit} has run its forward without a policy, in fp32. Call amp.initialize before the first forward, or "
             f"pass its policy:{_lines(wanted)}"
         )
     return True
 
 
+def _refused(text: str) -> AmpError:
+    return AmpError(f"{text}{' ' if text[-1] == '.' else ''}See docs/guide/fsdp_zero.md#fsdp2.")
+
+
 def _in_no_unit(name: str, low: torch.dtype | None) -> AmpError:
-    return AmpError(
+    return _refused(
         f'"{name}" is in no unit of fully_shard, so nothing casts it to {low}. Apply fully_shard to the model itself, '
         "after its layers, and leave ignored_params out:\n    fully_shard(model, mesh=mesh)\n"
-        "See docs/guide/fsdp_zero.md#fsdp2."
     )
 
 
@@ -323,19 +311,17 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any]]:
     return next(([found[0], entry] for entry in found if entry[1] != found[0][1]), [])
 
 
-def _lines(wanted: MixedPrecisionPolicy) -> str:
-    """What to paste, and where to read on."""
+def _lines(wanted: Any) -> str:
+    """What to paste."""
     return (
         f"\n    policy = MixedPrecisionPolicy(param_dtype={wanted.param_dtype}, reduce_dtype={wanted.reduce_dtype})"
-        "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit"
-        "\nSee docs/guide/fsdp_zero.md#fsdp2."
+        "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit\n"
     )
 
 
-def _unknown_torch(unit: Unit, wanted: MixedPrecisionPolicy) -> AmpError:
+def _unknown_torch(unit: Unit, wanted: Any) -> AmpError:
     level = "O2" if wanted.param_dtype == torch.float16 else "O5"
-    return AmpError(
+    return _refused(
         f"ampctx cannot read or set the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
         f'    model = ampctx.distributed.fully_shard(model, "{level}", mesh=mesh, units=[...])\n'
-        "See docs/guide/fsdp_zero.md#fsdp2."
     )

@@ -8,104 +8,168 @@
              "loss_scaler0": {"loss_scale": fp64, "unskipped": int64, "dynamic": bool}, ...}}
 
 Masters of ``initialize``, ``master_weights=True``, "split" and fp32 shards are four layouts of the same bits, so each
-has the same keys: torch.distributed.checkpoint loads one into another. Names are those of
-``torch.distributed.checkpoint.state_dict``. ``run_state`` saves and loads what amp itself keeps.
-
-``facts`` are plain: {"type", "groups": options and names, "layout": {name: layout}, "without_state": names,
-"overflows", "scales"}. They are in a tuple, which torch.distributed.checkpoint takes for one value: a dict would have
-to have the same keys in a checkpoint and in the run that loads it.
+has the same keys: torch.distributed.checkpoint (DCP) loads one into another. Names are DCP's. ``facts`` are plain:
+{"format", "type", "groups": options and names, "layout": {name: layout}, "without_state": names, "overflows",
+"scales"}. DCP takes a tuple for one value; the keys of a dict must be those of the run that loads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError
-from ampctx.amp.named_entries import (
-    FULL,
-    ROUNDED,
-    Described,
-    Stepped,
-    amp_entries,
-    checked,
-    facts_of,
-    first_state_of,
-    moments_of,
-    names_of,
-    own,
-)
-from ampctx.amp.run_state import State, entry, typed
+from ampctx._collectives import check_process_group
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._version import __version__
+from ampctx.amp import ranks, torch_state
+from ampctx.amp import state as amp_state
+from ampctx.amp.setup import as_list, is_optimizer
+from ampctx.amp.skip_log import is_rank_zero
+from ampctx.amp.state import FORMAT, Loader, State, check_format, checked, entry, typed
 from ampctx.amp.step import OptimizerBinding
-from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, steps_a_partition
+from ampctx.casts.arguments import LOW_PRECISION, autocast_off
+from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
 from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state import EXTRAS, divided, joined
+from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
-from ampctx.scaling.formats import KEY
+from ampctx.optimizers.split_masters import SplitMasters
+from ampctx.scaling.formats import KEY, plain
 
 logger = logging.getLogger("ampctx")
 
+# The layouts of a parameter: "fp32" (no 16-bit one), "masters" (of ``initialize``), or what its optimizer writes.
+_FULL = {"fp32", "masters", "copy", "split"}
+_ROUNDED = {"nearest", "stochastic", "kahan"}
+_OF_AMP = ("overflows", "scales", "loss_scales")
+_FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP)
 
-class NamedModel:
-    """A model and its optimizers, by name. ``call``: the public function, for messages.
 
-    Raises:
-        AmpTypeError: no module. AmpError: a parameter that the model does not hold, or that two optimizers step; an
-            optimizer whose state other ranks have.
-    """
+@torch.no_grad()
+def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, to_cpu: bool) -> State:
+    tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
+    if not (full or to_cpu):
+        return tree
+    keep = is_rank_zero() or not (full and to_cpu)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Any],
-        bindings: Sequence[OptimizerBinding | None],
-        call: str,
-    ) -> None:
+    def whole(t: Any) -> Tensor | None:
+        t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
+        return (t.cpu() if to_cpu else t) if keep else None
+
+    result = _mapped(tree, whole)
+    return result if keep else {}
+
+
+@autocast_off()
+@torch.no_grad()
+def set_state_dict(session: Any, model: nn.Module, optimizers: Any, tree: Any, other_level: bool, group: Any) -> None:
+    check_process_group(group)
+    run = _NamedRun(session, model, optimizers, "amp.set_state_dict")
+    for load in run.loaders(tree, other_level):
+        load()
+    if group is not None:
+        ranks.check(ranks.of_scales(session.loss_scales), group, run.call)
+
+
+class Stateful:
+    """What ``AmpSession.stateful`` returns: torch.distributed.checkpoint's protocol of that name."""
+
+    def __init__(self, session: Any, model: nn.Module, optimizers: Any, options: Mapping[str, Any]) -> None:
+        self._session, self._of, self._options = session, (model, optimizers), dict(options)
+
+    def state_dict(self) -> State:
+        """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
+        tree: State = self._session.get_state_dict(*self._of)
+        return tree if torch_state.is_calling(torch_state.SAVER) else _mapped(tree, Tensor.clone)
+
+    def load_state_dict(self, state_dict: State) -> None:
+        self._session.set_state_dict(*self._of, state_dict, **self._options)
+
+
+def _mapped(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The tree with ``fn(t)`` in the place of each tensor in its dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, fn) for key, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_mapped(value, fn) for value in tree)
+    return fn(tree) if isinstance(tree, Tensor) else tree
+
+
+class _Member(NamedTuple):
+    """A parameter that an optimizer steps."""
+
+    # In the optimizer's state dict, and in the model's: a tied one has several names, and its state goes by the first.
+    key: Any
+    names: list[str]
+    # As in its group, where a master has the place of its parameter.
+    member: Tensor
+    p: Tensor
+    group: Mapping[str, Any]
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class _Stepped(NamedTuple):
+    optimizer: Any
+    binding: OptimizerBinding | None
+    members: list[_Member]
+
+
+class _NamedRun:
+    """A model and its optimizers, by name. ``call``: the public function, for messages."""
+
+    def __init__(self, session: Any, model: nn.Module, optimizers: Any, call: str) -> None:
+        self.session, self.model, self.call = session, model, call
+        self.on = amp_state.policy_of(session, call).enabled
         if not isinstance(model, nn.Module):
             raise AmpTypeError(
                 f"{call}: model must be a torch.nn.Module, got {type(model).__name__}. Put several models into one "
                 "nn.ModuleDict."
             )
         reshard_units(model)
-        self.model, self.call = model, call
-        self.bindings = [binding for binding in bindings if binding is not None]
-        for binding in self.bindings:
-            binding.follow_groups()
-        self._params = names_of(model)
-        # Several of a tied parameter; the state of its optimizer goes by the first.
-        self._names_of: dict[int, list[str]] = {}
-        for name, p in self._params.items():
-            self._names_of.setdefault(id(p), []).append(name)
-        self.optimizers = [self._stepped(*each) for each in zip(optimizers, bindings, strict=True)]
-        owner: dict[str, int] = {}
-        for number, each in enumerate(self.optimizers):
-            if twice := [name for name in each.names if owner.setdefault(name, number) != number]:
-                raise AmpError(f"{call}: two optimizers step {twice[0]}. Pass each parameter to one optimizer.")
+        self.params = _names_of(model)
+        names = defaultdict[int, list[str]](list)
+        for name, p in self.params.items():
+            names[id(p)].append(name)
+        self.optimizers = [self._stepped(each, names) for each in as_list(optimizers, "optimizer", is_optimizer)]
+        self.bindings = [each.binding for each in self.optimizers if each.binding is not None]
+        owner: dict[str, Any] = {}
+        for each in self.optimizers:
+            for m in each.members:
+                if owner.setdefault(m.name, each.optimizer) is not each.optimizer:
+                    raise AmpError(f"{call}: two optimizers step {m.name}. Pass each parameter to one optimizer.")
 
-    def _stepped(self, optimizer: Any, binding: OptimizerBinding | None) -> Stepped:
-        if steps_a_partition(optimizer):
-            raise AmpError(
-                f"{self.call}: each rank of a ZeroRedundancyOptimizer has a part of the state. Use fully_shard, or "
-                "optimizer.consolidate_state_dict() and optimizer.state_dict()."
-            )
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        params = members if binding is None else binding.model_params()
-        names = []
-        for i, p in enumerate(params):
-            if id(p) not in self._names_of:
+    def _stepped(self, optimizer: Any, names: Mapping[int, list[str]]) -> _Stepped:
+        binding = self.session._watched(optimizer, self.call.removeprefix("amp.")) if self.on else None
+        if binding is not None:
+            binding.follow_groups()
+        inner = optimizer.optim if isinstance(optimizer, LARC) else optimizer
+        in_groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        params = [p for _, p in in_groups] if binding is None else binding.model_params()
+        keys = [key for group in inner.state_dict()["param_groups"] for key in group["params"]]
+        members: list[_Member] = []
+        for key, p, (group, member) in zip(keys, params, in_groups, strict=True):
+            if id(p) not in names:
                 raise AmpError(
-                    f"{self.call}: the model has no parameter {i} of {type(optimizer).__name__}, of shape "
+                    f"{self.call}: the model has no parameter {len(members)} of {type(optimizer).__name__}, of shape "
                     f"{tuple(p.shape)}. Pass the module that holds all parameters; several models in one nn.ModuleDict."
                 )
-            names.append(self._names_of[id(p)][0])
-        inner = optimizer.optim if isinstance(optimizer, LARC) else optimizer
-        ids = [key for group in inner.state_dict()["param_groups"] for key in group["params"]]
-        return Stepped(inner, binding, ids, names, members, params)
+            layout = "masters" if member is not p else "fp32"
+            if member is p and p.dtype in LOW_PRECISION:
+                layout = inner.layout_of(p) if isinstance(inner, FusedOptimizer | SplitMasters) else "nearest"
+            members.append(_Member(key, names[id(p)], member, p, group, layout))
+        return _Stepped(inner, binding, members)
 
     def _model_state(self) -> State:
         # Imported here, because the import is slow.
@@ -113,7 +177,7 @@ class NamedModel:
 
         state: State = get_model_state_dict(self.model)
         for each in self.optimizers:
-            if lost := [name for name in each.names if name not in state]:
+            if lost := [m.name for m in each.members if m.name not in state]:
                 raise AmpError(
                     f"{self.call}: the model's state dict has no {lost[0]}, which {type(each.optimizer).__name__} "
                     "steps. Names of the state dict must be those of named_parameters(). For FSDP1 use fully_shard."
@@ -122,49 +186,65 @@ class NamedModel:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def saved(self, amp: State | None) -> State:
-        """The tree, with tensors of the run. ``amp``: the result of ``run_state.saved`` and the loss scales, None if
-        amp is off."""
+    def saved(self) -> State:
+        """The tree, with tensors of the run."""
+        amp = amp_state.saved(self.session, self.bindings, self.call) if self.on else {}
         for each in self.optimizers:
-            if any(each.layout(i) in EXTRAS for i in range(len(each.names))):
+            if any(m.layout in EXTRAS for m in each.members):
                 each.optimizer.masters_follow_model()
         model, optim, compensation, described = self._model_state(), {}, {}, {}
         for number, each in enumerate(self.optimizers):
             without_state = []
-            for i, state, is_made_up in self._states(each):
-                name, p = each.names[i], each.params[i]
-                if moments := moments_of(state):
-                    optim[name] = moments
+            for m, state, is_made_up in self._states(each):
+                if moments := _moments_of(state):
+                    optim[m.name] = moments
                 if is_made_up:
-                    without_state.append(name)
-                if each.layout(i) not in EXTRAS:
-                    continue
-                exact = joined(p, state)
-                model.update(dict.fromkeys(self._names_of[id(p)], p.detach().float() if exact is None else exact))
+                    without_state.append(m.name)
+                if m.layout in EXTRAS:
+                    exact = joined(m.p, state)
+                    model.update(dict.fromkeys(m.names, m.p.detach().float() if exact is None else exact))
                 if "compensation" in state:
-                    compensation[name] = state["compensation"]
-            if each.names:
-                of_amp = {} if amp is None else amp["optimizers"][number]
-                described[each.names[0]] = (facts_of(each, self._without_state(each, without_state), of_amp),)
+                    compensation[m.name] = state["compensation"]
+            if each.members:
+                of_amp = amp["optimizers"][number] if amp else {}
+                names = iter(each.members)
+                facts = {
+                    "format": FORMAT,
+                    "type": type(each.optimizer).__name__,
+                    "groups": [
+                        {key: _mapped(value, plain) for key, value in group.items() if key != "param_names"}
+                        | {"params": [next(names).name for _ in group["params"]]}
+                        for group in each.optimizer.param_groups
+                    ],
+                    "layout": {m.name: m.layout for m in each.members},
+                    "without_state": self._without_state(each, without_state),
+                    **{key: of_amp[key] for key in _OF_AMP if key in of_amp},
+                }
+                described[each.members[0].name] = (facts,)
         tree: State = {"model": model, "optim": optim, "optimizers": described}
         if compensation:
             tree["compensation"] = compensation
-        if amp is not None:
-            tree["amp"] = amp_entries(amp)
+        if amp:
+            tree["amp"] = {
+                "opt_level": amp["opt_level"],
+                "torch": str(torch.__version__),
+                "ampctx": __version__,
+                "deferred": tuple(amp["deferred"].items()),
+            }
+            for i, scale in enumerate(self.session.loss_scales):
+                wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
+                numbers = {key: torch.tensor(n, dtype=wide[type(n)]) for key, n in scale.state_dict().items()}
+                tree["amp"][f"{KEY}{i}"] = {**numbers, "dynamic": scale.moves}
         return tree
 
-    def _without_state(self, each: Stepped, here: list[str]) -> list[str]:
+    def _without_state(self, each: _Stepped, here: list[str]) -> list[str]:
         """The parameters that no rank has a state of. ``here``: those that this rank has none of, which may differ
         where ranks have parts of a parameter. One all_reduce for them."""
         found = dict.fromkeys(here)
-        grids = grids_of(each.members)
+        grids = grids_of(m.member for m in each.members)
         for grid in dict.fromkeys(grids.values()):
-            parts = [
-                name
-                for name, member in zip(each.names, each.members, strict=True)
-                if is_sharded(member) and grids.get(member.device_mesh) is grid  # type: ignore[attr-defined]
-            ]
+            sharded: list[Any] = [(m.name, m.member) for m in each.members if is_sharded(m.member)]
+            parts = [name for name, member in sharded if grids.get(member.device_mesh) is grid]
             some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
             grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
             for name, has_state in zip(parts, some.tolist(), strict=True):
@@ -172,25 +252,24 @@ class NamedModel:
                     found.pop(name, None)
         return list(found)
 
-    def _states(self, each: Stepped) -> Iterator[tuple[int, State, bool]]:
-        """Place, state, and whether it is made up, which it is where a trainable parameter has none.
+    def _states(self, each: _Stepped) -> Iterator[tuple[_Member, State, bool]]:
+        """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
 
         The keys of a tree must not depend on the steps that were taken: torch.distributed.checkpoint loads into a tree
         of the run that resumes, which has taken none.
         """
         found = each.optimizer.state_dict()["state"]
-        if unknown := found.keys() - set(each.ids):
+        if unknown := found.keys() - {m.key for m in each.members}:
             raise AmpError(
                 f"{self.call}: {type(each.optimizer).__name__} keeps state[{min(unknown, key=str)!r}], which belongs "
                 "to no parameter and has no name here. Save optimizer.state_dict() instead."
             )
-        groups = [group for group in each.optimizer.param_groups for _ in group["params"]]
-        for i, (key, member, group) in enumerate(zip(each.ids, each.members, groups, strict=True)):
-            state = found.get(key, {})
-            is_made_up = member.requires_grad and not moments_of(state)
+        for m in each.members:
+            state = found.get(m.key, {})
+            is_made_up = m.member.requires_grad and not _moments_of(state)
             if is_made_up:
                 try:
-                    state = {**first_state_of(each.optimizer, group, member), **state}
+                    state = {**_first_state_of(each.optimizer, m.group, m.member), **state}
                 except Exception as error:
                     # LBFGS keeps the state of all parameters with the first one.
                     if not found:
@@ -199,160 +278,147 @@ class NamedModel:
                             f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first, or "
                             "save and load optimizer.state_dict()."
                         ) from error
-            yield i, state, is_made_up
+            yield m, state, is_made_up
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def loader(self, tree: Any, amp_loader: Callable[[State], Callable[[], None]] | None) -> Callable[[], None]:
-        """Checks a tree against the run. Returns the function that loads it.
-
-        ``amp_loader`` checks what ``saved`` had from amp, with masters; None if amp is off.
+    def loaders(self, tree: Any, other_level: bool) -> list[Loader]:
+        """Checks a tree against the run. Returns functions that load it, in order.
 
         Raises:
             AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by its key. Nothing has changed then.
         """
-        typed(tree, Mapping, "state_dict")
-        if not tree:
-            raise AmpKeyError(
-                "state_dict is empty on this rank. full_state_dict=True with cpu_offload=True gives rank 0 alone the "
-                "tensors. Broadcast them, or load the saved file on every rank."
-            )
-        for key in ("model", "optim", "optimizers", *(["amp"] if amp_loader else [])):
+        typed(tree, dict, "state_dict")
+        for key in ("model", "optim", "optimizers", *(["amp"] if self.on else [])):
             if key not in tree:
                 raise AmpKeyError(
                     f'state_dict has no "{key}", only {", ".join(map(str, tree)) or "nothing"}. Pass what '
-                    "amp.get_state_dict() returned, or use amp.Stateful in the dict of dcp.load."
+                    "amp.get_state_dict() returned, or use amp.Stateful in the dict of dcp.load. With full_state_dict "
+                    "and cpu_offload rank 0 alone has the tensors: load its file on every rank."
                 )
-            typed(tree[key], Mapping, f'state_dict["{key}"]')
+            typed(tree[key], dict, f'state_dict["{key}"]')
+        saved = _read_facts(tree["optimizers"])
         weights = self._checked_model(tree["model"])
-        saved = Described(tree["optimizers"])
-        unknown = tree["optim"].keys() - {name for each in self.optimizers for name in each.names}
-        if unknown:
+        members = [m for each in self.optimizers for m in each.members]
+        if unknown := tree["optim"].keys() - {m.name for m in members}:
             raise AmpKeyError(
                 f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps that parameter. Pass the '
                 "optimizers of the run that was saved."
             )
+        if new := [m.name for m in members if m.name not in saved]:
+            raise AmpKeyError(
+                f'state_dict["optimizers"] has no "{new[0]}": no optimizer of the run that was saved stepped it, and '
+                "one steps it here. Pass optimizers the same parameters; add others after loading."
+            )
         values = dict(weights)
         checkpoints = [self._checkpoint(each, tree, saved, weights, values) for each in self.optimizers]
-        masters = {
-            name: weights[name].float()
-            for each in self.optimizers
-            for i, name in enumerate(each.names)
-            if each.layout(i) == "masters"
-        }
-        load_amp = None if amp_loader is None else amp_loader(self._amp_state(tree["amp"], saved, masters))
-        self._warn_of_rounding(saved)
-        return lambda: self._load(values, checkpoints, load_amp)
+        found: list[Loader] = [lambda: self._load(values, checkpoints)]
+        if self.on:
+            found += self._amp_loaders(tree["amp"], saved, weights, other_level)
+        for m in members:
+            if m.layout in _ROUNDED and (there := saved[m.name].layout) != m.layout and there in (*_FULL, "kahan"):
+                logger.warning(
+                    "%s: %s and others had more bits in the run that was saved (%s) than here (%s). They are rounded.",
+                    *(self.call, m.name, there, m.layout),
+                )
+                break
+        return found
 
     def _checked_model(self, given: Mapping[str, Any]) -> State:
         """The entries of the model, laid out as in the run."""
         here = self._model_state()
-        if missing := [name for name in here if name not in given]:
+        if differ := [name for name in (*here, *given) if name not in given or name not in here]:
+            is_lost = differ[0] in here
             raise AmpKeyError(
-                f'state_dict["model"] has no "{missing[0]}", which the model has here. Build the model of the run that '
-                "was saved, or load the rest by model.load_state_dict(strict=False)."
+                f'state_dict["model"] has {"no " if is_lost else ""}"{differ[0]}", '
+                f"{'which the model has here' if is_lost else 'and the model here has not'}. Build the model of the "
+                "run that was saved, or edit the dict."
             )
-        if unknown := [name for name in given if name not in here]:
-            raise AmpKeyError(
-                f'state_dict["model"] has "{unknown[0]}", and the model here has not. Build the model of the run that '
-                "was saved, or remove that entry."
-            )
-        placed: State = {}
+        placed = dict(given)
         for name, like in here.items():
-            where = f'state_dict["model"]["{name}"]'
-            placed[name] = given[name]
             if isinstance(like, Tensor):
-                placed[name] = laid_out_as(checked(given[name], like.shape, where), self._params.get(name, like))
+                checked(given[name], like.shape, f'state_dict["model"]["{name}"]')
+                placed[name] = laid_out_as(given[name], self.params.get(name, like))
         return placed
 
     def _checkpoint(
-        self, each: Stepped, tree: Mapping[str, Any], saved: Described, weights: State, values: State
+        self, each: _Stepped, tree: Mapping[str, Any], saved: Mapping[str, _Was], weights: State, values: State
     ) -> State:
         """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
-        fused = isinstance(each.optimizer, FusedOptimizer)
         states: State = {}
-        for i, expected, _ in self._states(each):
-            key, name, p = each.ids[i], each.names[i], each.params[i]
-            saved.check_stepped(name)
+        for m, expected, _ in self._states(each):
             state: State = {}
-            if name not in saved.without_state:
-                state = self._checked_state(name, tree["optim"], moments_of(expected), each.members[i])
-            if (layout := each.layout(i)) in EXTRAS:
-                compensation = tree.get("compensation", {}).get(name) if saved.layout.get(name) == "kahan" else None
-                if compensation is not None:
-                    where = f'state_dict["compensation"]["{name}"]'
-                    compensation = laid_out_as(checked(compensation, p.shape, where), p)
-                weight, state[EXTRAS[layout]] = divided(layout, weights[name].float(), p.dtype, compensation)
-                values.update(dict.fromkeys(self._names_of[id(p)], weight))
+            if saved[m.name].has_state:
+                state = self._checked_state(m, tree["optim"], _moments_of(expected))
+            if m.layout in EXTRAS:
+                rest = tree.get("compensation", {}).get(m.name) if saved[m.name].layout == "kahan" else None
+                if rest is not None:
+                    checked(rest, m.p.shape, f'state_dict["compensation"]["{m.name}"]')
+                    rest = laid_out_as(rest, m.p)
+                weight, state[EXTRAS[m.layout]] = divided(m.layout, weights[m.name].float(), m.p.dtype, rest)
+                values.update(dict.fromkeys(m.names, weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[key] = state if fused else {k: own(v) for k, v in state.items()}
-        here = each.optimizer.state_dict()
-        names = iter(each.names)
+                states[m.key] = state if isinstance(each.optimizer, FusedOptimizer) else _mapped(state, Tensor.clone)
+        here, names = each.optimizer.state_dict(), iter(each.members)
         groups = [
-            {**group, **saved.options([next(names) for _ in group["params"]], actual)}
+            {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
             for group, actual in zip(here["param_groups"], each.optimizer.param_groups, strict=True)
         ]
         return {**here, "state": states, "param_groups": groups}
 
-    def _checked_state(self, name: str, optim: Mapping[str, Any], expected: State, member: Tensor) -> State:
+    def _checked_state(self, m: _Member, optim: Mapping[str, Any], expected: State) -> State:
         """The moments of a parameter, laid out as those here. A frozen one may have any."""
-        where = f'state_dict["optim"]["{name}"]'
-        if expected and name not in optim:
+        where = f'state_dict["optim"]["{m.name}"]'
+        if expected and m.name not in optim:
             raise AmpKeyError(
-                f'state_dict["optim"] has no "{name}", which is stepped here. It was frozen in the run that was saved: '
-                "load first, and unfreeze it then."
+                f'state_dict["optim"] has no "{m.name}", which is stepped here. It was frozen in the run that was '
+                "saved: load first, and unfreeze it then."
             )
-        given: Mapping[str, Any] = entry(optim, name, Mapping, 'state_dict["optim"]') if name in optim else {}
-        if expected and (differ := given.keys() ^ expected.keys()):
+        state: State = dict(entry(optim, m.name, dict, 'state_dict["optim"]')) if m.name in optim else {}
+        if expected and (differ := state.keys() ^ expected.keys()):
             key = min(differ)
-            has = "has" if key in given else "has no"
             raise AmpKeyError(
-                f'{where} {has} "{key}", and the optimizer here keeps {", ".join(expected) or "nothing"}. Use the '
-                "optimizer of the run that was saved, with its options."
+                f'{where} has {"" if key in state else "no "}"{key}", and the optimizer here keeps '
+                f"{', '.join(expected) or 'nothing'}. Use the optimizer of the run that was saved, with its options."
             )
-        state: State = {}
-        for key, value in given.items():
+        for key, value in state.items():
             like = expected.get(key)
             if isinstance(value, Tensor) and isinstance(like, Tensor):
                 if value.numel() != 1 or like.numel() != 1:
                     checked(value, like.shape, f'{where}["{key}"]')
-                value = laid_out_as(value, like)
-            elif isinstance(value, Tensor) and value.shape == member.shape:
-                value = laid_out_as(value, member)
-            state[key] = value
+                state[key] = laid_out_as(value, like)
+            elif isinstance(value, Tensor) and value.shape == m.member.shape:
+                state[key] = laid_out_as(value, m.member)
         return state
 
-    def _amp_state(self, given: Mapping[str, Any], saved: Described, masters: Mapping[str, Tensor]) -> State:
-        """amp's part in the form of ``run_state``."""
-        state: State = {key: value for key, value in given.items() if key.startswith(KEY)}
-        state["opt_level"] = entry(given, "opt_level", str, 'state_dict["amp"]')
-        state["deferred"] = dict(entry(given, "deferred", (tuple, list), 'state_dict["amp"]'))
-        state["optimizers"] = [
+    def _amp_loaders(self, given: State, saved: Mapping[str, _Was], weights: State, other_level: bool) -> list[Loader]:
+        """Brings amp's part into the form of ``state``. At another level a scale that is static, there or here, stays
+        as it is here."""
+        level, there = self.session.policy.opt_level, entry(given, "opt_level", str, 'state_dict["amp"]')
+        if there != level and not other_level:
+            raise AmpValueError(
+                f'state_dict["amp"]["opt_level"] is {there!r}, and amp.initialize was given opt_level={level!r}. To '
+                f"continue at another level, pass {self.call}(..., allow_level_change=True)."
+            )
+        scales: State = {key: value for key, value in given.items() if key.startswith(KEY)}
+        if there != level:
+            kept = {f"{KEY}{i}": scale for i, scale in enumerate(self.session.loss_scales)}
+            move = [key for key, scale in kept.items() if scale.moves and key in scales and scales[key].get("dynamic")]
+            scales = {key: scales[key] if key in move else scale.state_dict() for key, scale in kept.items()}
+        optimizers = [
             {
-                **saved.of_amp(each.names),
+                **(saved[each.members[0].name].of_amp if each.members else {}),
                 "params": len(each.members),
-                "masters": {i: masters[name] for i, name in enumerate(each.names) if each.layout(i) == "masters"},
+                "masters": {i: weights[m.name].float() for i, m in enumerate(each.members) if m.layout == "masters"},
             }
             for each in self.optimizers
-            if each.binding is not None
         ]
-        return state
+        deferred = dict(entry(given, "deferred", tuple, 'state_dict["amp"]'))
+        of_run = {"opt_level": level, "deferred": deferred, "optimizers": optimizers}
+        return amp_state.loaders(self.session, {**scales, **of_run}, self.bindings, self.call)
 
-    def _warn_of_rounding(self, saved: Described) -> None:
-        for each in self.optimizers:
-            for i, name in enumerate(each.names):
-                there, here = saved.layout.get(name), each.layout(i)
-                if here in ROUNDED and there != here and there in (*FULL, "kahan"):
-                    logger.warning(
-                        "%s: %s and others had more bits in the run that was saved (%s) than here (%s). They are "
-                        "rounded.",
-                        *(self.call, name, there, here),
-                    )
-                    return
-
-    def _load(self, values: State, checkpoints: list[State], load_amp: Callable[[], None] | None) -> None:
+    def _load(self, values: State, checkpoints: list[State]) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         with ExitStack() as undo:
@@ -364,19 +430,83 @@ class NamedModel:
                 undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)
             undo.pop_all()
         set_model_state_dict(self.model, values)
-        if load_amp is not None:
-            load_amp()
 
 
-class Stateful:
-    """What ``AmpSession.stateful`` returns: torch.distributed.checkpoint's protocol of that name."""
+class _Was(NamedTuple):
+    """A parameter in the run that was saved. ``options``: of its group. ``of_amp``: what amp had for its optimizer."""
 
-    def __init__(self, session: Any, model: nn.Module, optimizers: Any, options: Mapping[str, Any]) -> None:
-        self._session, self._of, self._options = session, (model, optimizers), dict(options)
+    layout: str | None
+    has_state: bool
+    options: State
+    of_amp: State
 
-    def state_dict(self) -> State:
-        state: State = self._session.get_state_dict(*self._of)
-        return state
 
-    def load_state_dict(self, state_dict: State) -> None:
-        self._session.set_state_dict(*self._of, state_dict, **self._options)
+def _read_facts(optimizers: Mapping[str, Any]) -> dict[str, _Was]:
+    found = {}
+    for first, value in optimizers.items():
+        where = f'state_dict["optimizers"]["{first}"]'
+        if not isinstance(value, tuple | list) or len(value) != 1:
+            raise AmpTypeError(f"{where} must be a tuple of one dict, got {type(value).__name__}")
+        facts = value[0]
+        typed(facts, dict, f"{where}[0]")
+        check_format(facts, f"{where}[0]", _FACTS)
+        layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
+        of_amp = {key: facts[key] for key in _OF_AMP if key in facts}
+        for group in entry(facts, "groups", list, where):
+            options = {key: option for key, option in group.items() if key != "params"}
+            for name in entry(group, "params", list, where):
+                found[name] = _Was(layout.get(name), name not in without_state, options, of_amp)
+    return found
+
+
+def _options(names: list[str], saved: Mapping[str, _Was], here: Mapping[str, Any]) -> State:
+    """The options of a group with these parameters. Tensors where ``here`` has them."""
+    options = dict(saved[names[0]].options) if names else {}
+    for name in names[1:]:
+        for key, value in saved[name].options.items():
+            if repr(value) != repr(options.get(key, value)):  # nan is not equal to itself
+                raise AmpValueError(
+                    f'state_dict["optimizers"]: {names[0]} and {name} are in one param group here, and had '
+                    f"{key}={options[key]!r} and {value!r}. Make the param groups of the run that was saved."
+                )
+    for key, value in options.items():
+        if isinstance(like := here.get(key), Tensor) and isinstance(value, int | float):
+            options[key] = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    return options
+
+
+def _names_of(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Parameters by the names that torch.distributed.checkpoint.state_dict gives them: without those of wrappers."""
+    found: dict[str, Tensor] = dict(module.named_parameters(prefix.removesuffix("."), False, False))
+    for name, child in module._modules.items():
+        is_wrapper = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_checkpoint_wrapped_module")
+        found |= {} if child is None else _names_of(child, prefix if is_wrapper else f"{prefix}{name}.")
+    return found
+
+
+def _moments_of(state: State) -> State:
+    """The state of a parameter without what ``joined`` adds to the parameter. In fp32, whatever the ``state_dtype``."""
+    return unpacked({key: value for key, value in state.items() if key not in EXTRAS.values()})
+
+
+def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
+    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros,
+    so that weights and state of the run stay as they are. It raises where it needs a closure, say."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.first_state(member, dict(group))
+    if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:
+        if member.dtype != torch.bfloat16:
+            return _first_state_of(optimizer.inner, group, member)
+        rest = torch.zeros_like(member, dtype=torch.int16, requires_grad=False)
+        return {**_first_state_of(optimizer.inner, group, member.detach().float()), "remainder": rest}
+    # Without hooks (private in torch), which ``__setstate__`` makes anew.
+    attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
+    stand_in = torch.zeros_like(member.detach()).requires_grad_()
+    attributes |= {"state": defaultdict(dict), "param_groups": [{**group, "params": [stand_in]}]}
+    twin = object.__new__(type(optimizer))
+    twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
+    zeros = torch.zeros_like(stand_in, requires_grad=False)
+    stand_in.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+    type(optimizer).step(twin)
+    state: State = twin.state[stand_in]
+    return state

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampctx._collectives import maximum_over_ranks, ranks_of
 from ampctx._errors import AmpRankError
-from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.step import OptimizerBinding
 from ampctx.kernels.sharding import is_sharded
 from ampctx.scaling.loss_scale import LossScale

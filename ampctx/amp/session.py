@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights
+from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, tell
 from ampctx.amp.methods import weak_method
-from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
+from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero
@@ -399,7 +399,7 @@ class AmpSession(SessionState):
             )
         block = self._block(loss, optimizers, check_loss_id(loss_id), delay_unscale, delay_overflow_check)
         if self._lacks_masters:
-            self._tell_of_lost_masters(may_wait=False)
+            state.tell_of_lost_masters(self, may_wait=False)
         try:
             self._enter(block)
             with self._casts.suspended():

@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -14,20 +14,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._collectives import check_process_group, is_distributed
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import named_entries, named_state, ranks, run_state
-from ampctx.amp import weights as master_weights
+from ampctx._errors import AmpError, AmpTypeError
+from ampctx.amp import export, named_state, ranks, state
 from ampctx.amp.events import Events
-from ampctx.amp.opt_level import PrecisionPolicy
-from ampctx.amp.setup import as_list, is_optimizer
+from ampctx.amp.options import PrecisionPolicy
+from ampctx.amp.setup import is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.amp.step import OptimizerBinding
-from ampctx.casts.arguments import autocast_off
-from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import StepOutcome
-from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")
 
@@ -42,10 +38,9 @@ class SessionState:
         # Flags of blocks that left the update of their scale to a later block.
         self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
         self._log = SkipLog(self._deferred)
-        # The latest loaded state had no masters, and a warning about that may still be due.
-        self._lacks_masters = False
         self._events = Events()
-        self._explained_masters = False
+        # Whether the latest loaded state had no masters, and a warning about that may be due. None: it has come.
+        self._lacks_masters: bool | None = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
 
@@ -212,7 +207,7 @@ class SessionState:
         Raises:
             AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
         """
-        return master_weights.master_state_dict(model, list(self._bindings.values()), dtype)
+        return export.master_state_dict(model, list(self._bindings.values()), dtype)
 
     def master_model(self, model: nn.Module) -> nn.Module:
         """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
@@ -232,7 +227,7 @@ class SessionState:
             AmpTypeError: ``model`` is no module.
             AmpError: a master is in the optimizer's own state (its option ``master_weights``).
         """
-        return master_weights.master_model(model, list(self._bindings.values()))
+        return export.master_model(model, list(self._bindings.values()))
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -288,29 +283,8 @@ class SessionState:
         Raises:
             AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
         """
-        result = OrderedDict() if destination is None else destination
-        enabled = self.policy is not None and self.policy.enabled
-        run: dict[str, Any] = {}
-        if enabled and masters:  # first: it may update the scales
-            run = self._run_state(list(self._bindings.values()), "amp.state_dict(masters=True)")
-        for i, scale in enumerate(self.loss_scales if enabled else []):
-            result[f"{formats.KEY}{i}"] = scale.state_dict()
-        result.update(run)
-        return result
+        return state.state_dict(self, destination, masters)
 
-    def _run_state(self, bindings: list[OptimizerBinding], call: str) -> dict[str, Any]:
-        assert self.policy is not None
-        self._blocks.decide(call)
-        state = run_state.saved(bindings, self.loss_scales, self._deferred, self.policy.opt_level, call)
-        if any(map(run_state.drops_gradients, bindings)):
-            logger.warning(
-                "%s: there are gradients that no step has used. The state does not contain them. Save after "
-                "optimizer.step().",
-                call,
-            )
-        return state
-
-    @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
         """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
@@ -336,84 +310,7 @@ class SessionState:
             AmpError: before ``initialize``; a state with masters inside a scale_loss block.
             AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
         """
-        check_process_group(process_group)
-        if self.policy is None:
-            raise AmpError(
-                "amp.load_state_dict was called before amp.initialize. The loss scales do not exist yet. Call "
-                "amp.initialize first, with the options of the run that was saved. See docs/guide/checkpoints.md."
-            )
-        if not self.policy.enabled:
-            return
-        self._loader(state_dict, list(self._bindings.values()), "amp.load_state_dict")()
-        if process_group is not None:
-            ranks.check(ranks.of_scales(self.loss_scales), process_group, "amp.load_state_dict")
-
-    def _loader(self, state: Mapping[str, Any], bindings: list[OptimizerBinding], call: str) -> Callable[[], None]:
-        """Checks a state against the run. Returns the function that loads it. ``call``: for messages."""
-        if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
-            entries = self._entries_of_grad_scaler(state)
-        else:
-            entries = formats.read_amp_entries(state)
-        load_run = self._run_loader(state, bindings, call)
-
-        def load() -> None:
-            if len(entries) != (n := len(self.loss_scales)):
-                logger.warning("state_dict contains %d entries, while %d loss_scalers are used", len(entries), n)
-            for i, scale in enumerate(self.loss_scales):
-                if i not in entries:
-                    continue
-                if not scale.moves and entries[i]["loss_scale"] != scale.value():
-                    logger.warning(
-                        "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
-                        *(call, i, scale.value(), entries[i]["loss_scale"]),
-                    )
-                scale.load_state_dict(entries[i])
-            for flag in waiting.of(self):
-                flag.moves_scale = False  # of the scale before
-            load_run()
-
-        return load
-
-    def _run_loader(self, state: Mapping[str, Any], bindings: list[OptimizerBinding], call: str) -> Callable[[], None]:
-        """Checks the part of a state besides the loss scales. Returns the function that loads it."""
-        if not state.keys().isdisjoint(formats.RUN_KEYS):
-            assert self.policy is not None
-            level = self.policy.opt_level
-            return run_state.loader(state, bindings, self.loss_scales, self._deferred, level, call)
-        return self._tell_of_lost_masters
-
-    def _tell_of_lost_masters(self, may_wait: bool = True) -> None:
-        """Warns if neither amp's checkpoint nor the model's had fp32 masters. The model may be loaded later, so the
-        next block checks again, without a host sync."""
-        found = [binding.masters for binding in self._bindings.values() if binding.masters.pairs]
-        if not may_wait:
-            found = [masters for masters in found if all(master.is_cpu for _, master in masters.pairs)]
-        self._lacks_masters = may_wait and not self._explained_masters
-        if not self._explained_masters and any(masters.are_rounded() for masters in found):
-            self._lacks_masters, self._explained_masters = False, True
-            logger.warning(
-                "amp.load_state_dict: the checkpoint has no fp32 master weights, neither in the model's state nor in "
-                "amp's. They start from the rounded 16-bit weights. Save model.state_dict() of the model that went "
-                "through amp.initialize: it contains the masters."
-            )
-
-    def _entries_of_grad_scaler(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        if (n := len(self.loss_scales)) != 1:
-            raise AmpValueError(
-                f"amp.load_state_dict: the state of a GradScaler holds one loss scale, and num_losses={n} was given to "
-                "amp.initialize. To start all of them from it, load "
-                f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
-            )
-        saved = formats.read_grad_scaler_state(state)
-        ours = self.loss_scales[0]
-        left_out = [
-            f"{name}={there} (here {here})"
-            for name in ("growth_factor", "backoff_factor", "growth_interval")
-            if (there := getattr(saved, name)) != (here := getattr(ours, name))
-        ]
-        if left_out and ours.dynamic:
-            logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
-        return formats.read_amp_entries(formats.to_amp_state(state))
+        state.load_state_dict(self, state_dict, process_group)
 
     # --- checkpoints by names ----------------------------------------------------------------------------------------
 
@@ -441,19 +338,8 @@ class SessionState:
                 ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
                 ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
         """
-        call = "amp.get_state_dict"
-        run, on = self._named_run(model, optimizers, call)
-        amp = None
-        if on:
-            amp = self._run_state(run.bindings, call)
-            amp |= {
-                f"{formats.KEY}{i}": {**scale.state_dict(), "dynamic": scale.moves}
-                for i, scale in enumerate(self.loss_scales)
-            }
-        tree = run.saved(amp)
-        return named_entries.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
+        return named_state.get_state_dict(self, model, optimizers, full_state_dict, cpu_offload)
 
-    @autocast_off()
     def set_state_dict(
         self,
         model: nn.Module,
@@ -481,19 +367,7 @@ class SessionState:
                 another level.
             AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
         """
-        call = "amp.set_state_dict"
-        check_process_group(process_group)
-        run, on = self._named_run(model, optimizers, call)
-
-        def amp_loader(state: dict[str, Any]) -> Callable[[], None]:
-            assert self.policy is not None
-            level = self.policy.opt_level
-            state = named_entries.entries_for_level(state, self.loss_scales, level, allow_level_change, call)
-            return self._loader(state, run.bindings, call)
-
-        run.loader(state_dict, amp_loader if on else None)()
-        if process_group is not None:
-            ranks.check(ranks.of_scales(self.loss_scales), process_group, call)
+        named_state.set_state_dict(self, model, optimizers, state_dict, allow_level_change, process_group)
 
     def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
         """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
@@ -510,15 +384,3 @@ class SessionState:
             ``set_state_dict`` of these.
         """
         return named_state.Stateful(self, model, optimizers, options)
-
-    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.NamedModel, bool]:
-        """The run, and whether amp is on."""
-        if self.policy is None:
-            raise AmpError(
-                f"{call} was called before amp.initialize. Call amp.initialize first, with the options of the run that "
-                "was saved. See docs/guide/checkpoints.md."
-            )
-        given = as_list(optimizers, "optimizer", is_optimizer)
-        on = self.policy.enabled
-        bindings = [self._watched(optimizer, call.removeprefix("amp.")) if on else None for optimizer in given]
-        return named_state.NamedModel(model, given, bindings, call), on

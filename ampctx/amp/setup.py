@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.fully_sharded import Sharded
 from ampctx.amp.methods import is_bound
-from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.amp.options import PrecisionPolicy
 from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
@@ -100,7 +100,7 @@ def cast_models(
             undo.callback(restore)
             originals.update(data)
             undo.callback(casting.install_state_dict_upcast(model, ShowMasters))
-        takes = torch.float32 if policy.casts_model and model in kept.modules else policy.input_dtype
+        takes = torch.float32 if policy.input_dtype is not None and model in kept.modules else policy.input_dtype
         outputs_last = model in sharded and sharded[model].casts_outputs
         undo.callback(casting.install_io_casts(model, takes, policy.output_dtype, outputs_last))
     if policy.input_dtype not in (None, torch.float32):

@@ -27,7 +27,7 @@ from ampctx.scaling.loss_scale import (
 
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
-RUN_KEYS = ("opt_level", "optimizers", "deferred")
+RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
 # The attributes of the scaler objects that FP16_Optimizer saved.
 _OF_OBJECTS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
 

@@ -335,4 +335,4 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
 
 def test_a_policy_that_is_not_enabled_casts_nothing(session):
     session.initialize(mlp(), opt_level="O2", enabled=False)
-    assert (session.policy.enabled, session.policy.casts_model, session.policy.master_weights) == (False, False, False)
+    assert (session.policy.enabled, session.policy.input_dtype, session.policy.master_weights) == (False, None, False)

@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
+from ampctx.amp.phases import PERTURBED, READY, SKIPPED, TABLE, Mark, StackChange
 from kit import SAM, Probe
 
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
-from ampctx.amp.phases import PERTURBED, READY, SKIPPED, TABLE, Mark, StackChange
 from ampctx.weights.frames import Phase
 
 STEPS_OF_A_WALK = 150

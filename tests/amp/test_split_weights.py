@@ -221,10 +221,10 @@ REFUSED = {
     "own dtype": (lambda p: FusedMixedPrecisionLamb(p), {}, r"FusedMixedPrecisionLamb\) keeps no split masters"),
     "own masters": (lambda p: adam(p, master_weights=True), {}, r"has master_weights=True.*Leave that out"),
     "kahan": (lambda p: adam(p, write_back="kahan"), {}, r"has write_back='kahan'.*Leave that out"),
-    "fp16": (adam, {"opt_level": "O2"}, r"master_weights='split' keeps .* this is O2. Use O5"),
-    "autocast": (adam, {"opt_level": "O4"}, r"master_weights='split' keeps .* this is O4. Use O5"),
-    "no cast": (adam, {"cast_model_type": False}, r"is for bf16 weights, and cast_model_type is False. Leave"),
-    "fp16 cast": (adam, {"cast_model_type": torch.float16}, r"is for bf16 weights, and cast_model_type is torch.fl"),
+    "fp16": (adam, {"opt_level": "O2"}, r"master_weights='split' keeps .* this is O2 .* Use O5"),
+    "autocast": (adam, {"opt_level": "O4"}, r"master_weights='split' keeps .* this is O4 .* Use O5"),
+    "no cast": (adam, {"cast_model_type": False}, r"with cast_model_type=False. Use O5, and leave"),
+    "fp16 cast": (adam, {"cast_model_type": torch.float16}, r"with cast_model_type=torch.float16"),
     "string": (adam, {"master_weights": "splitted"}, r"is 'splitted', expected True, False, 'split' \(at O5\)"),
 }
 

@@ -17,9 +17,9 @@ from torch import nn
 import ampctx
 from ampctx.foreach import FoundInf
 from ampctx.kernels import definitions, handles, steps
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 from ampctx.weights.pending import MasterParam, ModelGrads
 from ampctx.weights.step import Step
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
 on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)

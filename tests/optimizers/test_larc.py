@@ -16,8 +16,8 @@ from torch import nn
 
 import ampctx
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.weights.step import takes_step
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
+from ampctx.weights.step import takes_step
 
 INNER = {
     "torch-sgd": lambda p, **o: torch.optim.SGD(p, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, **o}),

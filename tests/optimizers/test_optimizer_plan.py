@@ -15,9 +15,9 @@ from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.weights.step import Step
 from ampctx.ops import HeldTensors, extension
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _work
+from ampctx.weights.step import Step
 
 
 @pytest.fixture(autouse=True, params=["cpu", "gpu"])

@@ -15,9 +15,9 @@ from torch import nn
 import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
+from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from ampctx.weights.pending import MasterParam, ModelGrads
 from ampctx.weights.step import Step
-from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 FLAGS = {
     "1": torch.tensor(1.0),

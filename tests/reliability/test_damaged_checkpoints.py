@@ -82,6 +82,9 @@ FIRST = ("optimizers", 0)
 SCALE = {"loss_scale": 2.0, "unskipped": 0}
 DAMAGE = {
     "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
+    "a later format": (put(2, "format"), AmpValueError, r'"format"\] is 2. This version .* up to 1, and .* what its'),
+    "a later format's entry": (lambda s: s.update(format=2, shadow=1), AmpValueError, 'does not know "shadow"'),
+    "format no int": (put("2", "format"), AmpTypeError, r'"format"\] must be a int, got str'),
     "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
     "nan scale": (put(NAN, "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
     "scale missing": (drop("loss_scaler1"), AmpValueError, "1 loss scales, and num_losses=2"),
@@ -91,14 +94,14 @@ DAMAGE = {
     "no optimizer": (put([], "optimizers"), AmpValueError, r'"optimizers"\] has 0 entries, and 1 optimizers'),
     "optimizers no list": (put({}, "optimizers"), AmpTypeError, r'"optimizers"\] must be a list, got dict'),
     "optimizer no dict": (put(3, *FIRST), AmpTypeError, r'"optimizers"\]\[0\] must be a dict, got int'),
-    "deferred unknown": (put({5: True}, "deferred"), AmpKeyError, r'"deferred"\] has 5, expected loss ids from 0 to 1'),
+    "deferred unknown": (put({5: True}, "deferred"), AmpKeyError, r'"deferred"\] has 5, expected ids from 0 to 1'),
     "deferred no bool": (put({0: 1.0}, "deferred"), AmpTypeError, r'"deferred"\]\[0\] must be a bool, got float'),
     "unknown entry": (put({}, *FIRST, "gradients"), AmpKeyError, r'\[0\] has "gradients", which this version'),
     "count": (put(5, *FIRST, "params"), AmpValueError, r'\["params"\] is 5, and the optimizer has 6 parameters'),
     "masters missing": (drop(*FIRST, "masters"), AmpKeyError, r'\["optimizers"\]\[0\] has no "masters"'),
     "master missing": (drop(*FIRST, "masters", 4), AmpKeyError, r'\["masters"\] has no 4.*shape \(2, 8\)'),
-    "master of batch norm": (change(lambda m: {**m, 2: torch.ones(8)}, *FIRST, "masters"), AmpValueError,
-        r'\["masters"\]\[2\] is a master weight, and that parameter has none here'),
+    "master of batch norm": (change(lambda m: {**m, 2: torch.ones(8)}, *FIRST, "masters"), AmpKeyError,
+        r'\["masters"\] has 2, and that parameter of shape \(8,\) has none here'),
     "master out of range": (put(torch.ones(1), *FIRST, "masters", 9), AmpKeyError, r'\["masters"\] has 9.*0 to 5'),
     "master's shape": (put(torch.ones(8, 2), *FIRST, "masters", 4), AmpValueError,
         r'\["masters"\]\[4\] is of shape \(8, 2\).*expected \(2, 8\)'),
@@ -106,16 +109,16 @@ DAMAGE = {
     "master no tensor": (put([1.0], *FIRST, "masters", 4), AmpTypeError, r'\["masters"\]\[4\] must be a Tensor'),
     "latch unknown": (put({2: True}, *FIRST, "overflows"), AmpKeyError, r'\["overflows"\] has 2, .* from -1 to 1'),
     "master on meta": (change(lambda m: m.to("meta"), *FIRST, "masters", 4), AmpValueError,
-        r'\["masters"\]\[4\] is on the meta device, without values'),
+        r'\["masters"\]\[4\] is torch.strided on meta, expected a dense'),
     "master sparse": (change(torch.Tensor.to_sparse, *FIRST, "masters", 4), AmpValueError,
-        r'\["masters"\]\[4\] is of layout torch.sparse_coo'),
+        r'\["masters"\]\[4\] is torch.sparse_coo on cpu, expected a dense'),
     "place no int": (change(lambda m: {True: m[1], **{i: t for i, t in m.items() if i != 1}}, *FIRST, "masters"),
         AmpKeyError, r'\["masters"\] has True'),
     "names no list": (put({}, *FIRST, "names"), AmpTypeError, r'\["names"\] must be a list, got dict'),
     "another name": (put("head.weight", *FIRST, "names", 4), AmpValueError,
         r'\["names"\]\[4\] is \'head.weight\', and that parameter is \'3.weight\' here'),
     "scales missing": (drop(*FIRST, "scales"), AmpKeyError, r'\["optimizers"\]\[0\] has no "scales"'),
-    "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected loss ids from 0'),
+    "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected ids from 0 to 1'),
     "scale of 0": (put(0.0, *FIRST, "scales", 0), AmpValueError, r'\["scales"\]\[0\] is 0.0: a loss scale must be'),
 }  # fmt: skip
 
@@ -137,10 +140,14 @@ def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
     assert_same(everything(run), before)
 
 
-def test_the_state_that_is_damaged_above_loads(started):
+@pytest.mark.parametrize("format", [1, None])
+def test_the_state_that_is_damaged_above_loads(started, format):
+    """States had no number before there was one."""
     source, run = started(seed=1), started()
     go_on(source)
-    run[0].load_state_dict(saved(source))
+    state = saved(source)
+    assert state.pop("format") == 1
+    run[0].load_state_dict(state if format is None else {**state, "format": format})
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
@@ -216,7 +223,9 @@ def test_the_default_is_apexs_format(started):
     session, *_ = run = started()
     go_on(run)
     assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
-    assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {"opt_level", "optimizers", "deferred"}
+    assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {
+        *("format", "opt_level", "optimizers", "deferred")
+    }
 
 
 def test_without_masters_a_message_says_once_what_is_approximated(started, caplog):

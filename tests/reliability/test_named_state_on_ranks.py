@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
-from ampctx.amp.named_entries import names_of
 
 OVERFLOW_AT, SAVED_AT, STEPS = 2, 5, 15
 KEPT_BY_OPTIMIZER = {"opt_level": "O5", "master_weights": False}
@@ -246,7 +245,10 @@ def test_names_are_those_of_torch_under_wrappers():
     outside, inside = DistributedDataParallel(nn.Linear(2, 2)), nn.ModuleDict({"a": nn.Linear(2, 2)})
     inside["module"] = DistributedDataParallel(nn.Sequential(nn.ModuleDict({"module": nn.Linear(2, 2)})))
     for model in (outside, inside):
-        assert list(names_of(model)) == list(get_model_state_dict(model))
+        session, optimizer = AmpSession(), torch.optim.Adam(model.parameters())
+        session.initialize([], optimizer, verbosity=0)
+        assert list(session.get_state_dict(model, optimizer)["optim"]) == list(get_model_state_dict(model))
+        session.reset()
 
 
 WRONG = {
@@ -257,7 +259,7 @@ WRONG = {
     "unknown weight": (lambda t: t["model"].update(head=torch.ones(2)),
         'AmpKeyError: state_dict["model"] has "head", and the model here has not. Build'),
     "shape": (lambda t: t["model"].update({"0.weight": torch.ones(2, 2)}),
-        'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2), expected a tensor of shape (7, 5'),
+        'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2) and torch.float32, expected (7, 5'),
     "missing state": (lambda t: t["optim"].pop("2.bias"),
         'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen'),
     "unknown state": (lambda t: t["optim"].update(head={"step": torch.ones(())}),
@@ -265,7 +267,7 @@ WRONG = {
     "missing moment": (lambda t: t["optim"]["2.bias"].pop("exp_avg"),
         'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps'),
     "moment": (lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)),
-        'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,), expected'),
+        'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,) and torch.float32, expected'),
     "nan": (lambda t: t["optim"]["2.bias"]["exp_avg"].fill_(torch.nan),
         "AmpValueError: the state 'exp_avg' of param_groups[0]['params'][3] has nan"),
     "level": (lambda t: t["amp"].update(opt_level="O2"),

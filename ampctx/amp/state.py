@@ -1,0 +1,341 @@
+"""The state of amp in checkpoints: loss scales in apex's format, and what a bit-for-bit resume needs besides.
+
+    {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
+
+    with masters also {"format": 1, "opt_level": "O2", "deferred": {loss id: overflowed}, "optimizers": [one, ...]}
+
+    one: {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
+          "scales": {loss id: the factor of the loss}, "loss_scales": those of an earlier initialize, with "deferred"}
+
+``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. ``session``: an ``AmpSession``, whose
+methods have the public docstrings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._collectives import check_process_group
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.amp import ranks
+from ampctx.amp.step import OptimizerBinding
+from ampctx.casts.arguments import autocast_off
+from ampctx.casts.model_watch import PLACE
+from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.tensor_loops import stored_grad
+from ampctx.scaling import formats
+from ampctx.scaling.formats import KEY, RUN_KEYS, read_amp_entries
+from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
+from ampctx.scaling.loss_scale import LossScale, check_scale
+from ampctx.weights import waiting
+
+logger = logging.getLogger("ampctx")
+
+Deferred = MutableMapping[LossScale, Tensor]
+State = dict[str, Any]
+Loader = Callable[[], None]
+# A change that this version would misread raises it. States without a number are of format 1.
+FORMAT = 1
+_OF_OPTIMIZERS = ("params", "names", "masters", "overflows", "scales", "loss_scales")
+
+
+def policy_of(session: Any, call: str) -> Any:
+    if session.policy is None:
+        raise AmpError(
+            f"{call} was called before amp.initialize. Call amp.initialize first, with the options of the run that was "
+            "saved. See docs/guide/checkpoints.md."
+        )
+    return session.policy
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def state_dict(session: Any, destination: State | None, masters: bool) -> State:
+    result = OrderedDict() if destination is None else destination
+    if session.policy is None or not session.policy.enabled:
+        return result
+    # First: it may update the scales.
+    run = saved(session, list(session._bindings.values()), "amp.state_dict(masters=True)") if masters else {}
+    result.update({f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(session.loss_scales)})
+    result.update(run)
+    return result
+
+
+def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
+    """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
+
+    Raises:
+        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``.
+
+    Host sync: reads flags.
+    """
+    session._decide(call)
+    for binding in bindings:
+        binding.refuse_state(call, perturbed=True)
+    scales, deferred = session.loss_scales, session._deferred
+    optimizers = []
+    for binding in bindings:
+        binding.follow_groups()
+        binding.masters.resync()
+        params = _params(binding)
+        used = binding.flags.scales_used.items()
+        optimizers.append(
+            {
+                "params": len(params),
+                "names": binding.names(),
+                "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
+                "overflows": {i: flag.item() != 0 for i, (_, flag) in binding.flags.by_loss.items()},
+                "scales": {i: f.value.item() if isinstance(f, PerDevice) else f for i, f in used},
+            }
+        )
+        if (own := binding.loss_scales) is not scales:
+            entries = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
+            optimizers[-1]["loss_scales"] = {**entries, "deferred": _deferred_of(own, deferred)}
+    if any(map(_drops_gradients, bindings)):
+        logger.warning(
+            "%s: there are gradients that no step has used. The state does not contain them. Save after "
+            "optimizer.step().",
+            call,
+        )
+    level = session.policy.opt_level
+    return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
+
+
+def _drops_gradients(binding: OptimizerBinding) -> bool:
+    """Whether there seem to be gradients that the next step uses."""
+    masters = binding.masters
+    of_masters = masters.place.pending is not None or any(stored_grad(m) is not None for m in masters.masters)
+    of_leaves = binding.flags.by_loss and any(p.grad is not None for p in masters.leaves)
+    return bool(not binding.gradients.is_idle or of_masters or of_leaves)
+
+
+def _params(binding: OptimizerBinding) -> list[Tensor]:
+    """The parameters that the optimizer steps, in order."""
+    return [p for group in binding.optimizer.param_groups for p in group["params"]]
+
+
+def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, bool]:
+    return {i: deferred[scale].item() != 0 for i, scale in enumerate(scales) if scale in deferred}
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@autocast_off()
+def load_state_dict(session: Any, state: Any, process_group: Any) -> None:
+    check_process_group(process_group)
+    call = "amp.load_state_dict"
+    if not policy_of(session, call).enabled:
+        return
+    for load in loaders(session, state, list(session._bindings.values()), call):
+        load()
+    if process_group is not None:
+        ranks.check(ranks.of_scales(session.loss_scales), process_group, call)
+
+
+def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: str) -> list[Loader]:
+    """Checks a state against the run. Returns functions that load it, in order. With masters, loading drops gradients,
+    and sets the model's weights to the rounded masters.
+
+    Raises:
+        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by
+            its key. Nothing has changed then.
+    """
+    scales: list[LossScale] = session.loss_scales
+    if isinstance(state, Mapping):
+        check_format(state, "state_dict", [*RUN_KEYS, *(key for key in state if str(key).startswith(KEY))])
+    if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
+        state = _of_grad_scaler(scales, state)
+    entries = read_amp_entries(state)
+    if state.keys().isdisjoint(RUN_KEYS):
+        return [_scales_loader(session, scales, entries, call), partial(tell_of_lost_masters, session)]
+    for binding in bindings:
+        binding.refuse_state(call)
+    if (theirs := entry(state, "opt_level", str, "state_dict")) != (level := session.policy.opt_level):
+        raise AmpValueError(
+            f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={level!r}. To continue '
+            'at another level, load only the model, the optimizer and the loss scales (the "loss_scaler..." entries).'
+        )
+    found = [_scales_loader(session, scales, entries, call, state, "state_dict")]
+    optimizers = entry(state, "optimizers", list, "state_dict")
+    if len(optimizers) != len(bindings):
+        raise AmpValueError(
+            f'state_dict["optimizers"] has {len(optimizers)} entries, and {len(bindings)} optimizers are under amp. '
+            "Pass the optimizers of the run that was saved to amp.initialize."
+        )
+    for i, (each, binding) in enumerate(zip(optimizers, bindings, strict=True)):
+        where = f'state_dict["optimizers"][{i}]'
+        typed(each, dict, where)
+        if binding.loss_scales is not scales:
+            own, inside = entry(each, "loss_scales", dict, where), f'{where}["loss_scales"]'
+            found.append(_scales_loader(session, binding.loss_scales, read_amp_entries(own), call, own, inside))
+        found.append(_optimizer_loader(each, binding, where))
+    return found
+
+
+def check_format(state: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
+    number = entry(state, "format", int, where) if "format" in state else 1
+    if number > FORMAT:
+        new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
+        raise AmpValueError(
+            f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
+            f"{new}. Load it with the version that saved it, or a later one."
+        )
+
+
+def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
+    if (n := len(scales)) != 1:
+        raise AmpValueError(
+            f"amp.load_state_dict: the state of a GradScaler holds one loss scale, and num_losses={n} was given to "
+            "amp.initialize. To start all of them from it, load "
+            f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
+        )
+    there, here = formats.read_grad_scaler_state(state), scales[0]
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    pairs = [(name, getattr(there, name), getattr(here, name)) for name in names]
+    left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
+    if left_out and here.dynamic:
+        logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
+    return formats.to_amp_state(state)
+
+
+def _scales_loader(
+    session: Any, scales: list[LossScale], entries: dict[int, State], call: str, run: Any = None, where: str = ""
+) -> Loader:
+    """``run``: the dict of the entries, if it is of a run. It has as many, and overflows for a later block."""
+    deferred = session._deferred
+    flags = {} if run is None else _by_id(run, "deferred", where, range(len(scales)), bool)
+    if run is not None and len(entries) != len(scales):
+        raise AmpValueError(f"{where} has {len(entries)} loss scales, and num_losses={len(scales)} was given.")
+
+    def load() -> None:
+        if len(entries) != len(scales):
+            logger.warning("state_dict contains %d entries, while %d loss_scalers are used", len(entries), len(scales))
+        for i, scale in enumerate(scales):
+            if run is not None:
+                deferred.pop(scale, None)
+            if i in flags:
+                deferred[scale] = _flag(flags[i], scale, torch.device("cpu"))
+            if i not in entries:
+                continue
+            if not scale.moves and entries[i]["loss_scale"] != scale.value():
+                logger.warning(
+                    "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
+                    *(call, i, scale.value(), entries[i]["loss_scale"]),
+                )
+            scale.load_state_dict(entries[i])
+        for flag in waiting.of(session):
+            flag.moves_scale = False  # of the scale before
+
+    return load
+
+
+def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
+    at = device if scale.scale is None else scale.scale.device
+    return torch.full((), float(value), dtype=torch.float32, device=at)
+
+
+def tell_of_lost_masters(session: Any, may_wait: bool = True) -> None:
+    """Warns once if neither amp's checkpoint nor the model's had fp32 masters. The model may be loaded later, so the
+    next block checks again, without a host sync."""
+    if session._lacks_masters is None:  # has been told
+        return
+    session._lacks_masters = may_wait
+    found = [binding.masters for binding in session._bindings.values() if binding.masters.pairs]
+    if any(m.are_rounded() for m in found if may_wait or all(master.is_cpu for _, master in m.pairs)):
+        session._lacks_masters = None
+        logger.warning(
+            "amp.load_state_dict: the checkpoint has no fp32 master weights, neither in the model's state nor in "
+            "amp's. They start from the rounded 16-bit weights. Save model.state_dict() of the model that went "
+            "through amp.initialize: it contains the masters."
+        )
+
+
+def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Loader:
+    if unknown := [key for key in state if key not in _OF_OPTIMIZERS]:
+        raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
+    # No resync from the model: loading sets the masters, and they must not change if a check fails.
+    binding.follow_groups()
+    params, scales = _params(binding), binding.loss_scales
+    if (n := entry(state, "params", int, where)) != len(params):
+        raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
+    # Masters are saved by index, and shapes alone do not show a changed order.
+    names = entry(state, "names", list, where) if "names" in state else []
+    for i, (name, saved) in enumerate(zip(binding.names(), names, strict=False)):
+        if name != saved and not any(str(n).startswith(PLACE) for n in (name, saved)):
+            raise AmpValueError(
+                f'{where}["names"][{i}] is {saved!r}, and that parameter is {name!r} here. Pass models and optimizers '
+                "to amp.initialize in the order of the run that was saved. If parameters were only renamed, delete "
+                f'{where}["names"].'
+            )
+    masters, inside = _by_id(state, "masters", where, range(len(params)), Tensor), f'{where}["masters"]'
+    for i, p in enumerate(params):
+        if (i in masters) != (p in binding.masters.model_of):
+            has, here = ("", "none") if i in masters else (" no", "one")
+            raise AmpKeyError(
+                f"{inside} has{has} {i}, and that parameter of shape {tuple(p.shape)} has {here} here. Pass "
+                "amp.initialize the same keep_fp32 as in the run that was saved, and load with the same ones frozen."
+            )
+        if i in masters:
+            checked(masters[i], p.shape, f"{inside}[{i}]", p.dtype)
+    scales_used = _by_id(state, "scales", where, range(len(scales)), float)
+    for i, value in scales_used.items():
+        check_scale(f'{where}["scales"][{i}]', value)
+    overflows = _by_id(state, "overflows", where, range(OUTSIDE_OF_BLOCKS, len(scales)), bool)
+
+    @torch.no_grad()
+    def load() -> None:
+        binding.masters.ahead = True
+        for i, value in masters.items():
+            params[i].copy_(value)
+        # Makes both agree, so that no resync uses the model's former values.
+        binding.masters.copy_to_model()
+        binding.masters.restored()
+        device = params[0].device if params else torch.device("cpu")
+        of = {i: scales[max(i, 0)] for i in overflows}  # OUTSIDE_OF_BLOCKS uses the first scale
+        flags = {i: (of[i], _flag(overflowed, of[i], device)) for i, overflowed in overflows.items()}
+        binding.restore(flags, dict(scales_used))
+
+    return load
+
+
+def typed(value: Any, kind: type, where: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise AmpTypeError(f"{where} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def entry(state: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    if key not in state:
+        raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
+    typed(state[key], kind, f'{where}["{key}"]')
+    return state[key]
+
+
+def _by_id(state: Mapping[str, Any], key: str, where: str, ids: range, kind: type) -> dict[int, Any]:
+    """An entry that is a dict of values by loss id, or by the number of a parameter."""
+    found = entry(state, key, dict, where)
+    for i, value in found.items():
+        if not isinstance(i, int) or isinstance(i, bool) or i not in ids:
+            raise AmpKeyError(f'{where}["{key}"] has {i!r}, expected ids from {ids.start} to {ids.stop - 1}')
+        typed(value, kind, f'{where}["{key}"][{i}]')
+    return dict(found)
+
+
+def checked(value: Any, shape: torch.Size, where: str, dtype: torch.dtype | None = None) -> None:
+    """Checks for a tensor of that shape. With ``dtype``: of it, and dense."""
+    typed(value, Tensor, where)
+    if value.shape != shape or dtype not in (None, value.dtype):
+        has, needs = f"{tuple(value.shape)} and {value.dtype}", f"{tuple(shape)} and {dtype or 'any dtype'}"
+        raise AmpValueError(f"{where} is of shape {has}, expected {needs}")
+    if value.is_meta or (dtype is not None and value.layout is not torch.strided):
+        raise AmpValueError(f"{where} is {value.layout} on {value.device}, expected a dense tensor with values")
