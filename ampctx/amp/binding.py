@@ -35,8 +35,7 @@ from ampctx.masters.clip import norm_before_clipping
 from ampctx.masters.gradients import BlockGradients, Phase
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
-from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.fused_layouts import align_gradients
+from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.guarded_step import (
     OUTSIDE_OF_BLOCKS,
     FoundInfFlags,

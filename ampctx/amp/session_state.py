@@ -412,7 +412,7 @@ class SessionState:
         left_out = [
             f"{name}={there} (here {here})"
             for name in ("growth_factor", "backoff_factor", "growth_interval")
-            if (there := getattr(saved, name)) != (here := getattr(ours, name))
+            if (there := saved[name]) != (here := getattr(ours, name))
         ]
         if left_out and ours.dynamic:
             logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.scaling.loss_scale import (
@@ -30,16 +30,6 @@ KEY = "loss_scaler"
 RUN_KEYS = ("opt_level", "optimizers", "deferred")
 # The attributes of the scaler objects that FP16_Optimizer saved.
 _OF_OBJECTS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
-
-
-class GradScalerState(NamedTuple):
-    """The five entries of a ``torch.amp.GradScaler``, checked."""
-
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    growth_tracker: int
 
 
 def is_amp_state(state: Any) -> bool:
@@ -97,7 +87,7 @@ def _read_amp_entry(entry: Any) -> dict[str, Any]:
     return result
 
 
-def read_grad_scaler_state(state: Any) -> GradScalerState:
+def read_grad_scaler_state(state: Any) -> dict[str, Any]:
     """Checks a GradScaler's state. Returns its five entries as plain numbers, and ignores others.
 
     Raises:
@@ -111,13 +101,14 @@ def read_grad_scaler_state(state: Any) -> GradScalerState:
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
             "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
         )
-    return GradScalerState(
-        check_scale("scale", plain(required(state, "scale"))),
-        check_growth_factor(plain(required(state, "growth_factor"))),
-        check_backoff_factor(plain(required(state, "backoff_factor"))),
-        check_count("growth_interval", plain(required(state, "growth_interval")), 1),
-        check_count("_growth_tracker", plain(required(state, "_growth_tracker")), 0),
-    )
+    checks: dict[str, Any] = {
+        "scale": lambda value: check_scale("scale", value),
+        "growth_factor": check_growth_factor,
+        "backoff_factor": check_backoff_factor,
+        "growth_interval": lambda value: check_count("growth_interval", value, 1),
+        "_growth_tracker": lambda value: check_count("_growth_tracker", value, 0),
+    }
+    return {name: check(plain(required(state, name))) for name, check in checks.items()}
 
 
 def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
@@ -186,7 +177,7 @@ def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> d
     """
     state = read_grad_scaler_state(grad_scaler_state)
     count = check_count("num_losses", num_losses, 1)
-    return {f"{KEY}{i}": {"loss_scale": state.scale, "unskipped": state.growth_tracker} for i in range(count)}
+    return {f"{KEY}{i}": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} for i in range(count)}
 
 
 def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
