@@ -9,8 +9,9 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -23,7 +24,7 @@ from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueEr
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.handles import ReadTensors, read_grads
+from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 from ampctx.masters.clip import norm_before_clipping, strided_grad
@@ -32,7 +33,14 @@ from ampctx.scaling import formats
 from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
-from ampctx.scaling.loss_scale import LossScale, check_backoff_factor, check_bounds, check_count, check_growth_factor
+from ampctx.scaling.loss_scale import (
+    LossScale,
+    check_backoff_factor,
+    check_bounds,
+    check_count,
+    check_growth_factor,
+    check_scale,
+)
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
 from ampctx.scaling.stall import check_limit
 
@@ -72,7 +80,7 @@ def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
 
 
-def _of_loss_scale(name: str) -> Any:
+def _of_loss_scale(name: str, check: Any = None) -> Any:
     """An attribute of torch's GradScaler, which ``LossScale`` keeps as ``name``. A disabled scaler has none."""
 
     def get(self: GradScaler) -> Any:
@@ -82,7 +90,6 @@ def _of_loss_scale(name: str) -> Any:
 
     def set_(self: GradScaler, value: Any) -> None:
         if self._loss_scale is not None:
-            check = {"growth_factor": check_growth_factor, "backoff_factor": check_backoff_factor}.get(name)
             setattr(self._loss_scale, name, value if check is None else check(value))
 
     return property(get, set_)
@@ -154,43 +161,28 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale: LossScale | None = None
         self._max_consecutive_skips, self._history_length = None, 0
         if enabled:
-            self._max_consecutive_skips, self._history_length = (
-                check_limit(max_consecutive_skips),
-                check_length(history),
-            )
+            self._max_consecutive_skips = check_limit(max_consecutive_skips)
+            self._history_length = check_length(history)
             check_process_group(process_group)
-            self._loss_scale = scale = LossScale(
-                init_scale,
-                dynamic=True,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-            )
-            scale.process_group = process_group
-            init_scale, growth_interval = scale.init_scale, scale.growth_interval
+            settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+            self._loss_scale = LossScale(init_scale, True, *settings)
+            self._loss_scale.process_group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, bool(enabled))
         self._forget_steps()
 
     _scale = _of_loss_scale("scale")
     _growth_tracker = _of_loss_scale("growth_tracker")
-    _init_scale = _of_loss_scale("init_scale")
+    _init_scale = _of_loss_scale("init_scale", partial(check_scale, "init_scale"))
     _init_growth_tracker = _of_loss_scale("init_growth_tracker")
-    _growth_factor = _of_loss_scale("growth_factor")
-    _backoff_factor = _of_loss_scale("backoff_factor")
-    _growth_interval = _of_loss_scale("growth_interval")
+    _growth_factor = _of_loss_scale("growth_factor", check_growth_factor)
+    _backoff_factor = _of_loss_scale("backoff_factor", check_backoff_factor)
+    _growth_interval = _of_loss_scale("growth_interval", partial(check_count, "growth_interval", least=1))
 
     def _forget_steps(self) -> None:
         self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: GuardedStep}
         self._told_of_no_gradients: Any = weakref.WeakSet()
         # Counts calls that may change the gradients in ``.grad`` after a step.
         self._epoch = 0
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of clean updates in a row before the scale grows, an int >= 1. No host sync."""
-        self._growth_interval = check_count("growth_interval", new_interval, 1)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
@@ -245,38 +237,42 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, state = self._begun("unscale_", optimizer)
-        with self._kept_for_a_second_try(optimizer, state):
+        with self._begun("unscale_", optimizer) as (scale, state):
             if "not_agreed" not in state:
                 found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
                 state["not_agreed"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
-                state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
+            state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
             self._agree(optimizer, state, state["not_agreed"])
 
-    def _begun(self, funcname: str, optimizer: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Checks that the optimizer may be unscaled or stepped. Returns the scale and the optimizer's state."""
+    @contextmanager
+    def _begun(self, call: str, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Checks that the optimizer may be unscaled or stepped. Gives the scale and the optimizer's state.
+
+        After an exception within, gradients that stay as they are then are for a second try. Others are scaled.
+        """
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        scale, _ = self._check_scale_growth_tracker(funcname)
+        scale, _ = self._check_scale_growth_tracker(call)
         state = self._per_optimizer_states[id(optimizer)]
         if (kept := state.get("kept")) is not None:
-            now = _gradients(optimizer)
-            if len(now) != len(kept) or any(
-                of() is not grad or version != grad._version for (of, version), (_, grad) in zip(kept, now, strict=True)
-            ):
+            now = [(grad, grad._version) for _, grad in _gradients(optimizer)]
+            then = [(of(), version) for of, version in kept]
+            if len(now) != len(then) or any(a is not b or v != w for (a, v), (b, w) in zip(now, then, strict=True)):
                 del self._per_optimizer_states[id(optimizer)]
                 state = self._per_optimizer_states[id(optimizer)]
-        error = _OUT_OF_ORDER.get((funcname, state["stage"]))
+        error = _OUT_OF_ORDER.get((call, state["stage"]))
         if error is not None and "not_agreed" not in state:
             raise AmpError(error)
-        return scale, state
-
-    @contextmanager
-    def _kept_for_a_second_try(self, optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
-        """After an exception, the gradients as they are now are for a second try. Others are scaled, and unchecked."""
+        if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
+            for where, p in _placed(optimizer):
+                if p.grad is not None and id(p) not in state["unscaled"]:
+                    raise AmpError(
+                        f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
+                        "before unscale_() or after update(), or set this gradient to None."
+                    )
         try:
-            yield
+            yield scale, state
         except BaseException:
             state["kept"] = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
             raise
@@ -291,19 +287,6 @@ class GradScaler(torch.amp.GradScaler):
 
         Frameworks override this method, so its four arguments and their order must stay.
         """
-        grads, flags = self._grads(optimizer, allow_fp16), FoundInf()
-        devices = {grads.device} if isinstance(grads, ReadTensors) else set(map(device_of, grads))
-        found_inf = found_inf if inv_scale is None else found_inf.clone()
-        flags.per_device = {device: move(found_inf, device) for device in devices}
-        if inv_scale is None:
-            foreach.l2norm(grads, flags)  # reads the gradients once, and writes none; the norm is not needed
-        else:
-            foreach.scale(grads, grads, flags, PerDevice(inv_scale))
-        return flags.per_device
-
-    @staticmethod
-    def _grads(optimizer: Any, allow_fp16: bool) -> Sequence[Tensor]:
-        """The dense gradients, or the values of sparse ones; a handle if one op call can take them."""
         parameters = _params(optimizer)
         for where, p in () if all(map(isinstance, parameters, repeat(Tensor))) else _placed(optimizer):
             if not isinstance(p, Tensor):
@@ -311,21 +294,27 @@ class GradScaler(torch.amp.GradScaler):
         if any_sharded(parameters):
             place_grads(parameters)
         found, known = read_grads(parameters)
-        grads = [grad for grad in found if grad is not None]
+        grads: Any = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
-            where, p = next(
-                (where, p) for where, p in _placed(optimizer) if getattr(p.grad, "dtype", None) == torch.float16
-            )
-            raise AmpValueError(
-                f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the parameters "
-                "in fp32 and run the forward under autocast, or let amp.initialize(model, optimizer, opt_level='O2') "
-                "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
-            )
+            for where, p in _placed(optimizer):
+                if p.grad is not None and p.grad.dtype == torch.float16:
+                    raise AmpValueError(
+                        f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the "
+                        "parameters in fp32 and run the forward under autocast, or let "
+                        "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them. "
+                        "See docs/errors.md#attempting-to-unscale-fp16-gradients."
+                    )
+        flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
+        flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
         if known is not None:
-            return known
-        if set(map(layout_of, grads)) <= {torch.strided}:
-            return grads
-        return [grad for grad in map(strided_grad, parameters) if grad is not None]
+            grads = known  # one op call can take them
+        elif not set(map(layout_of, grads)) <= {torch.strided}:
+            grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
+        if inv_scale is None:
+            foreach.l2norm(grads, flags)  # reads the gradients once, and writes none; the norm is not needed
+        else:
+            foreach.scale(grads, grads, flags, PerDevice(inv_scale))
+        return flags.per_device
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Checks the gradients, fp16 included, for inf and nan without changing them. No host sync."""
@@ -381,37 +370,29 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
                 "step()."
             )
-        scale, state = self._begun("step", optimizer)
-        steps, parameters = self._steps_of(optimizer), _params(optimizer)
-        if "unscaled" in state and not state["unscaled"].issuperset(map(id, parameters)):
-            for where, p in _placed(optimizer):
-                if p.grad is not None and id(p) not in state["unscaled"]:
-                    raise AmpError(
-                        f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
-                        "before unscale_() or after update(), or set this gradient to None."
-                    )
-        if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
-            self._told_of_no_gradients.add(optimizer)
-            logger.warning(
-                "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
-                "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
-                type(optimizer).__name__,
-            )
-
-        with self._kept_for_a_second_try(optimizer, state):
-            if "not_agreed" in state:
-                self._agree(optimizer, state, state["not_agreed"])
-            result = None
-            losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
+        parameters = _params(optimizer)
+        with self._begun("step", optimizer) as (scale, state):
+            if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
+                self._told_of_no_gradients.add(optimizer)
+                logger.warning(
+                    "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, "
+                    "or zero_grad() ran after backward(). See "
+                    "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+                    type(optimizer).__name__,
+                )
+            steps, result = self._steps_of(optimizer), None
             # Trust other classes. torch's optimizers may have groups that are not fused.
             is_torchs = getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
-            if declares(optimizer, "_step_supports_amp_scaling") and (not is_torchs or skips_by_itself(optimizer)):
+            by_device = declares(optimizer, "_step_supports_amp_scaling")
+            by_device = by_device and (not is_torchs or skips_by_itself(optimizer))
+            if "not_agreed" in state or (not by_device and state["stage"] is OptState.READY):
+                self.unscale_(optimizer)
+            losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
+            if by_device:
                 losses = steps.overflowed_instead_of_device(lambda: self._flags(optimizer, state)) or None
                 if losses is None:
                     result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             else:
-                if state["stage"] is OptState.READY:
-                    self.unscale_(optimizer)
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 losses = state.pop("overflowed", None)
             state["stage"] = OptState.STEPPED

@@ -119,7 +119,6 @@ class LossScale:
     def __init__(
         self,
         init_scale: float,
-        *,
         dynamic: bool,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
