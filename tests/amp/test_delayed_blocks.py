@@ -149,8 +149,7 @@ def test_gradients_declared_scaled(session, level):
     scale = session.loss_scales[0]
     for by_block in (True, False):
         (model.loss(1.0) * START).backward()
-        scale.scale_on("cpu")
-        binding.gradients.declare_scaled(scale.inv_scale(), (0, scale))
+        binding.gradients.declare_scaled(scale.inv_scale(torch.device("cpu")), (0, scale))
         if by_block:
             backward(session, model.loss(1.0), optimizer)
         before = [w.clone() for w in session.master_params(optimizer)]
