@@ -35,10 +35,9 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.sharding import reshard_units
 from ampctx.masters import waiting
 from ampctx.masters.params import MasterParams
-from ampctx.scaling.guarded_step import GuardedStep, Listeners
+from ampctx.scaling.guarded_step import GuardedStep, Listeners, check_limit
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
-from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
 

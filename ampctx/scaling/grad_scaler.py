@@ -31,7 +31,7 @@ from ampctx.masters.clip import norm_before_clipping, strided_grad
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling import formats
 from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
+from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, check_limit, overflowed
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import (
     LossScale,
@@ -42,7 +42,6 @@ from ampctx.scaling.loss_scale import (
     check_scale,
 )
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
-from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
 

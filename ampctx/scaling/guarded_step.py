@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._errors import AmpStallError
 from ampctx.kernels.foreach import Factor, join_flags
 from ampctx.masters import waiting
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
-from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, StepOutcome, gathered
-from ampctx.scaling.stall import stall_error
+from ampctx.scaling.loss_scale import LossScale, check_count
+from ampctx.scaling.outcome import Culprits, StepOutcome, gathered, listed
 from ampctx.scaling.undo import with_wrapped
 
 # The loss id of gradients that no block has checked.
@@ -185,6 +185,10 @@ class Listeners(NamedTuple):
     hooks: tuple[Collection[Any], ...] = ()
 
 
+def check_limit(max_consecutive_skips: Any) -> int | None:
+    return None if max_consecutive_skips is None else check_count("max_consecutive_skips", max_consecutive_skips, 1)
+
+
 class GuardedStep:
     """Decides and records the steps of one optimizer, without a reference to it.
 
@@ -224,8 +228,6 @@ class GuardedStep:
         """The number of skipped steps. Host sync if the device decides."""
         return self._skipped_on_host + self._on_device.total()
 
-    # --- decide -------------------------------------------------------------------------------------------------------
-
     def overflowed_instead_of_device(self, flags: Callable[[], Flags]) -> Overflowed:
         """The losses that overflowed, if one more skip in a row would exceed the limit. Otherwise [], and the device
         decides. Host sync only at the limit."""
@@ -237,8 +239,6 @@ class GuardedStep:
         if not (found := overflowed(flags())):
             self._on_device.decided_on_host(skipped=False)
         return found
-
-    # --- record -------------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Any, known: Known) -> None:
         """Records a step that the host decided on and that ran."""
@@ -259,14 +259,28 @@ class GuardedStep:
             one._opt_called = True
         values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_on_device else []
         self._report(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
-        outcome = StepOutcome(
-            [loss_id for loss_id, _ in losses], scales=known.scales, grad_norm=known.grad_norm, culprits=culprits
-        )
+        ids = [loss_id for loss_id, _ in losses]
+        outcome = StepOutcome(ids, scales=known.scales, grad_norm=known.grad_norm, culprits=culprits)
         if self._limit is not None:
             self._on_device.decided_on_host(skipped=True)
         self.conclude(optimizer, outcome, by_device=False)
         if self._limit is not None and self._on_device.in_a_row > self._limit:
-            raise stall_error(type(optimizer).__name__, outcome, self._on_device.in_a_row, self._limit, self._scales)
+            raise self._stalled(type(optimizer).__name__, outcome, culprits)
+
+    def _stalled(self, optimizer: str, outcome: StepOutcome, culprits: Culprits) -> AmpStallError:
+        several = len({loss_id for loss_id, _ in self._scales}) > 1
+        course = ", ".join(f"loss {i}: {value}" if several else str(value) for i, value in self._scales)
+        return AmpStallError(
+            f"{self._on_device.in_a_row} steps of {optimizer} in a row were skipped "
+            f"(max_consecutive_skips={self._limit}). Weights are unchanged. Non-finite gradients: "
+            f"{listed(culprits, 8) if culprits else 'not known'}. Loss scale after skips: {course or 'not known'}. If "
+            "the scale is far down, scaling is not the cause: check input, loss and weights for inf and nan "
+            "(torch.autograd.set_detect_anomaly names the op), keep these layers in fp32, use bfloat16 (opt_level O4 "
+            "or O5), or lower the learning rate. At the start of a run, begin with a smaller scale or allow more "
+            "skips. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
+            outcome=outcome,
+            scale_history=list(self._scales),
+        )
 
     def skip_counts(self, optimizer: Any, flags: Flags) -> SkipCounts | None:
         """Counts for an optimizer whose step counts itself, or None. No host sync."""
@@ -302,11 +316,9 @@ class GuardedStep:
             grad_norm=known.grad_norm,
             culprits=lambda: later(epoch),
         )
-        listens = self._listeners.stepped is not None and any(self._listeners.hooks)
-        if listens and not is_capturing() and outcome.skipped:
+        if self._listens() and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
-        is_counted = counts is not None and counts.is_taken
-        if flags and found_inf is not None and self._counts_on_device and not is_counted:
+        if flags and found_inf is not None and self._counts_on_device and not (counts and counts.is_taken):
             self._on_device.count(found_inf, flags)
         return outcome
 
@@ -318,5 +330,8 @@ class GuardedStep:
         if is_capturing():
             return
         self.history.add(outcome)
-        if self._listeners.stepped is not None and any(self._listeners.hooks):
-            self._listeners.stepped(optimizer, outcome)
+        if self._listens():
+            self._listeners.stepped(optimizer, outcome)  # type: ignore[misc]
+
+    def _listens(self) -> bool:
+        return self._listeners.stepped is not None and any(self._listeners.hooks)

@@ -128,7 +128,7 @@ def test_what_is_kept_is_bounded():
     for _ in range(20 * GATHERED_AT_ONCE):
         history.add(StepOutcome({0: torch.zeros(())}, grad_norm=torch.ones(())))
     gc.collect()
-    held = sum(len(some.steps) for some in history._gathered)
+    held = sum(len(steps) for steps, _ in history._gathered)
     assert 100 <= held < 100 + GATHERED_AT_ONCE
     assert len(history._latest) < GATHERED_AT_ONCE
     assert history.lists().grad_norm == [1.0] * 100
