@@ -416,7 +416,7 @@ class SessionState:
         ]
         if left_out and ours.dynamic:
             logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
-        return formats.read_amp_entries(formats.to_amp_state(state))
+        return {0: {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]}}
 
     # --- checkpoints by names ----------------------------------------------------------------------------------------
 

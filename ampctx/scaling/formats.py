@@ -1,12 +1,10 @@
-"""The checkpoint formats of loss scales, of apex and torch: checks and conversions.
+"""The checkpoint formats of loss scales, of apex and torch, checked.
 
     amp.state_dict()           {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
     GradScaler.state_dict()    {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
                                 "_growth_tracker": 0}
-    FP16_Optimizer             the scaler itself, an object, at "loss_scaler"; or its "cur_scale" and "cur_iter"
 
-apex's amp has used one format since it first saved its state (August 2019); FP16_Optimizer is older. Numbers may be
-tensors or arrays of one element, as some programs save them. Nothing here reads or changes a ``LossScale``.
+Both are format 1, which needs no ``format`` number. Numbers may be tensors or arrays of one element.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from ampctx.scaling.loss_scale import (
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("opt_level", "optimizers", "deferred")
-# The attributes of the scaler objects that FP16_Optimizer saved.
-_OF_OBJECTS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
 
 
 def is_amp_state(state: Any) -> bool:
@@ -88,11 +84,11 @@ def _read_amp_entry(entry: Any) -> dict[str, Any]:
 
 
 def read_grad_scaler_state(state: Any) -> dict[str, Any]:
-    """Checks a GradScaler's state. Returns its five entries as plain numbers, and ignores others.
+    """Checks a GradScaler's state. Returns its five entries as plain numbers, under torch's names.
 
     Raises:
         AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
-        AmpTypeError, AmpValueError: no dict, or an invalid entry, by name.
+        AmpTypeError, AmpValueError: no dict, an invalid entry, by name, or a later format.
     """
     if not isinstance(state, Mapping):
         raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
@@ -100,6 +96,11 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
         raise AmpError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
             "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
+        )
+    if plain(state.get("format", 1)) != 1:
+        raise AmpValueError(
+            f"the state of the GradScaler has format {state['format']}, and this version of ampctx reads format 1. "
+            "Load it with the version that saved it, or with a later one."
         )
     checks: dict[str, Any] = {
         "scale": lambda value: check_scale("scale", value),
@@ -131,76 +132,3 @@ def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
     if loss_id not in entries:
         raise AmpKeyError(f'the state has no "{KEY}{loss_id}", only: {names}')
     return entries[loss_id]
-
-
-def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = None) -> dict[str, Any]:
-    """Converts apex's format into a state for ``torch.amp.GradScaler`` and ``ampctx.GradScaler``.
-
-    Host sync only for tensors of an accelerator in the state, as some programs save them.
-
-    Args:
-        amp_state: a dict of ``amp.state_dict()``, of ampctx or apex.
-        loss_id: which of its loss scales, an int. Optional if there is one.
-
-    Returns:
-        Scale and counter, with the growth settings of apex and ``ampctx.amp``: growth by 2 after 2000 clean steps,
-        backoff by 0.5. torch has the same defaults.
-
-    Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: an invalid state, by name; several scales and no ``loss_id``.
-    """
-    entry = only_amp_entry(amp_state, loss_id)
-    return {
-        "scale": entry["loss_scale"],
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": entry["unskipped"],
-    }
-
-
-def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> dict[str, Any]:
-    """Converts a GradScaler's state into one for ``amp.load_state_dict`` of ampctx or apex.
-
-    Host sync only for tensors of an accelerator in the state, as some programs save them.
-
-    Args:
-        grad_scaler_state: a dict of ``GradScaler.state_dict()``, of torch or ampctx.
-        num_losses: the number of equal entries to write, an int >= 1.
-
-    Returns:
-        ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``. The format has no growth settings.
-
-    Raises:
-        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError, AmpTypeError, AmpValueError: a missing or
-            invalid entry, by name.
-    """
-    state = read_grad_scaler_state(grad_scaler_state)
-    count = check_count("num_losses", num_losses, 1)
-    return {f"{KEY}{i}": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} for i in range(count)}
-
-
-def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Converts a ``FP16_Optimizer.state_dict()`` of apex into an entry of apex's amp. None if it has no scale.
-
-    ``fp16_utils`` saves the scaler object at "loss_scaler": since February 2019 amp's, before that its own static or
-    dynamic one. ``contrib.optimizers`` saves numbers.
-
-    Raises:
-        AmpTypeError, AmpValueError: an invalid value, by name.
-    """
-    scaler = state.get("loss_scaler", state)
-    values = (
-        scaler if isinstance(scaler, Mapping) else {k: getattr(scaler, k) for k in _OF_OBJECTS if hasattr(scaler, k)}
-    )
-    if "_loss_scale" in values:
-        return _read_amp_entry({"loss_scale": values["_loss_scale"], "unskipped": values.get("_unskipped", 0)})
-    if "cur_scale" not in values:
-        return None
-    unskipped = 0
-    if "scale_window" in values:
-        # It counts all iterations, skipped ones included, and growth resets no counter: each window starts at 0.
-        window = check_count("scale_window", plain(values["scale_window"]), 1)
-        last = check_count("last_overflow_iter", plain(required(values, "last_overflow_iter")), -1)
-        unskipped = (check_count("cur_iter", plain(required(values, "cur_iter")), 0) - last - 1) % window
-    return _read_amp_entry({"loss_scale": values["cur_scale"], "unskipped": unskipped})

@@ -316,7 +316,7 @@ class GuardedStep:
             grad_norm=known.grad_norm,
             culprits=lambda: later(epoch),
         )
-        if self._listens() and not is_capturing() and outcome.skipped:
+        if any(self._listeners.hooks) and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_on_device and not (counts and counts.is_taken):
             self._on_device.count(found_inf, flags)
@@ -330,8 +330,5 @@ class GuardedStep:
         if is_capturing():
             return
         self.history.add(outcome)
-        if self._listens():
-            self._listeners.stepped(optimizer, outcome)  # type: ignore[misc]
-
-    def _listens(self) -> bool:
-        return self._listeners.stepped is not None and any(self._listeners.hooks)
+        if self._listeners.stepped is not None and any(self._listeners.hooks):
+            self._listeners.stepped(optimizer, outcome)

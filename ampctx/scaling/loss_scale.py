@@ -196,10 +196,11 @@ class LossScale:
         copy. No host sync.
         """
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
-        if self.is_identity:
+        if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
         if fresh or self._factors is None:
-            copy, inverse, found_inf.clear = ops.block_factors(self.tensor(device))
+            scale = self.tensor(device) if self.scale is None else self.scale
+            copy, inverse, found_inf.clear = ops.block_factors(scale)
             self._factors = PerDevice(copy), PerDevice(inverse)
         return *self._factors, found_inf
 
