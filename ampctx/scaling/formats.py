@@ -20,6 +20,8 @@ from ampctx.scaling.loss_scale import (
     check_growth_factor,
     check_loss_id,
     check_scale,
+    plain,
+    read_entry,
     required,
 )
 
@@ -37,13 +39,6 @@ def is_grad_scaler_state(state: Any) -> bool:
     """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". Not {} of a disabled
     one."""
     return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
-
-
-def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
 
 
 def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
@@ -65,22 +60,10 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
     for key, match in matches.items():
         assert match is not None
         try:
-            entries[int(match[1])] = _read_amp_entry(state[key])
+            entries[int(match[1])] = read_entry(state[key])
         except AmpError as error:
             raise type(error)(f'state_dict["{key}"]: {error}') from None
     return entries
-
-
-def _read_amp_entry(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
-    result = {
-        "loss_scale": check_scale("loss_scale", plain(required(entry, "loss_scale"))),
-        "unskipped": check_count("unskipped", plain(required(entry, "unskipped")), 0),
-    }
-    if "hysteresis" in entry:
-        result["hysteresis"] = check_count("hysteresis", plain(entry["hysteresis"]), 0)
-    return result
 
 
 def read_grad_scaler_state(state: Any) -> dict[str, Any]:

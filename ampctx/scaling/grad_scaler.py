@@ -574,7 +574,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if formats.is_amp_state(state_dict):
             entry = formats.only_amp_entry(state_dict)
-            return scale.load_state_dict({"hysteresis": scale.hysteresis, **entry})
+            return scale.load_state_dict(entry)
         saved = formats.read_grad_scaler_state(state_dict)
         own = {name: formats.plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))

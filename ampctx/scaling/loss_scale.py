@@ -94,6 +94,30 @@ def required(state: Mapping[str, Any], key: str) -> Any:
     return state[key]
 
 
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value
+
+
+def read_entry(entry: Any) -> dict[str, Any]:
+    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
+
+    Raises:
+        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
+    """
+    if not isinstance(entry, Mapping):
+        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
+    result = {
+        "loss_scale": check_scale("loss_scale", plain(required(entry, "loss_scale"))),
+        "unskipped": check_count("unskipped", plain(required(entry, "unskipped")), 0),
+    }
+    if "hysteresis" in entry:
+        result["hysteresis"] = check_count("hysteresis", plain(entry["hysteresis"]), 0)
+    return result
+
+
 class LossScale:
     """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
@@ -163,11 +187,10 @@ class LossScale:
             if isinstance(loss_scale, str):
                 raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
             value = check_scale("loss_scale", loss_scale)
+            scale = cls(value, dynamic=skip_nonfinite)
             if skip_nonfinite:
-                held = cls(value, dynamic=True, min_scale=value, max_scale=value)
-                held.is_held = True
-                return held
-            return cls(value, dynamic=False)
+                scale.is_held, scale.min_scale, scale.max_scale = True, value, value
+            return scale
         low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
         return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
 
@@ -349,20 +372,12 @@ class LossScale:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of ``state_dict`` or of apex. Changes nothing if an entry is missing or invalid.
-
-        Raises:
-            AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: an invalid entry.
-        """
-        if not isinstance(state, Mapping):
-            raise AmpTypeError(f"the loss scale's state must be a dict, got {type(state).__name__}")
-        value = check_scale("loss_scale", required(state, "loss_scale"))
-        unskipped = check_count("unskipped", required(state, "unskipped"), 0)
-        left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
+        """Loads a state of ``state_dict`` or of apex, see ``read_entry``. An invalid one changes nothing."""
+        entry = read_entry(state)
         self.until_check = 0
-        self.set(value)
-        self.set_unskipped(unskipped)
-        self.set_hysteresis_left(left)
+        self.set(entry["loss_scale"])
+        self.set_unskipped(entry["unskipped"])
+        self.set_hysteresis_left(entry.get("hysteresis", self.hysteresis))
 
     def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The three tensors. Creates missing ones, the first on ``device``."""
