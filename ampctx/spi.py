@@ -24,11 +24,7 @@ from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op
-from ampctx.scaling.formats import (
-    fp16_optimizer_entry,
-    to_amp_state,
-    to_grad_scaler_state,
-)
+from ampctx.scaling.formats import only_amp_entry, plain, read_amp_entries, read_grad_scaler_state, required
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
 from ampctx.scaling.loss_scale import check_number as check_real
@@ -190,15 +186,19 @@ __all__ = [
     "end_casts",
     "foreach_factor",
     "found_in",
-    "fp16_optimizer_entry",
     "in_block",
     "is_deferred",
     "map_leaves",
     "masters_in",
     "multiply",
     "norms",
+    "only_amp_entry",
     "open_window",
+    "plain",
+    "read_amp_entries",
+    "read_grad_scaler_state",
     "refresh",
+    "required",
     "resolve",
     "run_op",
     "session",
@@ -206,8 +206,6 @@ __all__ = [
     "set_view",
     "strided_grad",
     "take_deferred",
-    "to_amp_state",
-    "to_grad_scaler_state",
     "unwatch_optimizers",
     "view_of",
     "watch_optimizers",

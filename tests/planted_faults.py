@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
-        "found_inf = join_flags(flags, scale.device)\n                #", "found_inf = flags[-1]\n                #",
+        "found_inf = join_flags(flags, scale.device)\n            states", "found_inf = flags[-1]\n            states",
         f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
     ),
     Fault(
@@ -349,11 +349,11 @@ FAULTS = [
     ),
     Fault(
         "the count of clean steps is not loaded", "ampctx",
-        "self.set_unskipped(unskipped)", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+        "self.set_unskipped(entry[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",
-        '"_hysteresis_tracker": loss_scale.hysteresis_left(),', "", f"{AMP}grad_scaler_state.py",
+        '"_hysteresis_tracker": scale.hysteresis_left(),', "", f"{AMP}grad_scaler_state.py",
     ),
     Fault(
         "masters of a checkpoint are not loaded", "ampctx",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpValueError, spi
-from ampctx.spi import fp16_optimizer_entry, to_amp_state, to_grad_scaler_state
+from ampctx.spi import check_count, plain, read_amp_entries, required
 
 # Where each version of FP16_Optimizer kept its masters, by param group: apex.fp16_utils those of the fp16 parameters,
 # apex.contrib.optimizers those of all, until 2020 as one tensor for each group.
@@ -30,6 +30,9 @@ _MASTERS = ("fp32_from_fp16", "fp32_groups", "fp32_groups_flat")
 class _SavedScaler:
     """Replaces the scaler objects in files: keeps their attributes, runs none of their code."""
 
+
+# The attributes of the scaler objects that FP16_Optimizer saved.
+_OF_SCALERS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
 
 # Classes that hold attributes only, by their names in files.
 _HARMLESS: list[Any] = [
@@ -139,4 +142,79 @@ def unflattened(state: Mapping[str, Any], groups: list[list[Tensor]]) -> dict[st
     return result
 
 
-__all__ = ["load_file", "load_fp16_optimizer", "to_amp_state", "to_grad_scaler_state"]
+def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = None) -> dict[str, Any]:
+    """Converts apex's format into a state for ``torch.amp.GradScaler`` and ``ampctx.GradScaler``.
+
+    Args:
+        amp_state: a dict of ``amp.state_dict()``, of ampctx or apex.
+        loss_id: which of its loss scales, an int. Optional if there is one.
+
+    Returns:
+        Scale and counter, with the growth settings of apex and ``ampctx.amp``: growth by 2 after 2000 clean steps,
+        backoff by 0.5. torch has the same defaults.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: an invalid state, by name; several scales and no ``loss_id``.
+    """
+    entry = spi.only_amp_entry(amp_state, loss_id)
+    return {
+        "scale": entry["loss_scale"],
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": entry["unskipped"],
+    }
+
+
+def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> dict[str, Any]:
+    """Converts a GradScaler's state into one for ``amp.load_state_dict`` of ampctx or apex.
+
+    Args:
+        grad_scaler_state: a dict of ``GradScaler.state_dict()``, of torch or ampctx.
+        num_losses: the number of equal entries to write, an int >= 1.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``. The format has no growth settings.
+
+    Raises:
+        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError, AmpTypeError, AmpValueError: a missing or
+            invalid entry, by name.
+    """
+    state = spi.read_grad_scaler_state(grad_scaler_state)
+    count = check_count("num_losses", num_losses, 1)
+    return {
+        f"loss_scaler{i}": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} for i in range(count)
+    }
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    return read_amp_entries({"loss_scaler0": entry})[0]
+
+
+def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Converts a ``FP16_Optimizer.state_dict()`` of apex into an entry of apex's amp. None if it has no scale.
+
+    ``fp16_utils`` saves the scaler object at "loss_scaler": since February 2019 amp's, before that its own static or
+    dynamic one. ``contrib.optimizers`` saves numbers.
+
+    Raises:
+        AmpTypeError, AmpValueError: an invalid value, by name.
+    """
+    scaler = state.get("loss_scaler", state)
+    values = (
+        scaler if isinstance(scaler, Mapping) else {k: getattr(scaler, k) for k in _OF_SCALERS if hasattr(scaler, k)}
+    )
+    if "_loss_scale" in values:
+        return _checked({"loss_scale": values["_loss_scale"], "unskipped": values.get("_unskipped", 0)})
+    if "cur_scale" not in values:
+        return None
+    unskipped = 0
+    if "scale_window" in values:
+        # It counts all iterations, skipped ones included, and growth resets no counter: each window starts at 0.
+        window = check_count("scale_window", plain(values["scale_window"]), 1)
+        last = check_count("last_overflow_iter", plain(required(values, "last_overflow_iter")), -1)
+        unskipped = (check_count("cur_iter", plain(required(values, "cur_iter")), 0) - last - 1) % window
+    return _checked({"loss_scale": values["cur_scale"], "unskipped": unskipped})
+
+
+__all__ = ["fp16_optimizer_entry", "load_file", "load_fp16_optimizer", "to_amp_state", "to_grad_scaler_state"]

@@ -36,11 +36,10 @@ from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
-from ampctx.scaling.guarded_step import GuardedStep, Listeners
+from ampctx.scaling.guarded_step import GuardedStep, Listeners, check_limit
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
 from ampctx.scaling.outcome import Culprits
-from ampctx.scaling.stall import check_limit
 from ampctx.weights import waiting
 from ampctx.weights.masters import MasterParams
 

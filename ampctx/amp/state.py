@@ -202,11 +202,11 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
         )
     there, here = formats.read_grad_scaler_state(state), scales[0]
     names = ("growth_factor", "backoff_factor", "growth_interval")
-    pairs = [(name, getattr(there, name), getattr(here, name)) for name in names]
+    pairs = [(name, there[name], getattr(here, name)) for name in names]
     left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
     if left_out and here.dynamic:
         logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
-    return formats.to_amp_state(state)
+    return {f"{formats.KEY}0": {"loss_scale": there["scale"], "unskipped": there["_growth_tracker"]}}
 
 
 def _scales_loader(

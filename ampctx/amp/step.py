@@ -31,8 +31,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.fused_layouts import align_gradients
+from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.guarded_step import (
     OUTSIDE_OF_BLOCKS,
     GuardedStep,

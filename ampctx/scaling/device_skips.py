@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._errors import AmpError
 from ampctx.kernels import handles, ops
 from ampctx.kernels.foreach import move
-from ampctx.kernels.reference import skip_counts
+from ampctx.kernels.reference import is_dense, same_layout, skip_counts
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.weights.step import declares
 
@@ -47,23 +48,12 @@ class SkipCounts:
 
 
 class DeviceSkips:
-    """The skips of one optimizer that skips on the device.
-
-    Args:
-        report: called with the number of skipped steps at the last report, the number now, and a list of (loss id,
-            scale, value of the scale) of the losses that overflowed in between.
-        losses: the number of loss ids.
-        in_a_row: whether skips in a row are asked for, too.
+    """The skips of one optimizer that skips on the device, for ``GuardedStep``. ``report``: as its ``_report``.
 
     The attribute ``in_a_row`` is the number of skips in a row that the host knows of. ``poll`` updates it.
     """
 
-    def __init__(
-        self,
-        report: Callable[[int, int, list[tuple[int, LossScale, float]]], None],
-        losses: int = 1,
-        in_a_row: bool = False,
-    ) -> None:
+    def __init__(self, report: Callable[..., None], losses: int, in_a_row: bool) -> None:
         self._report = report
         self.in_a_row = 0
         self._counts_in_a_row = in_a_row
@@ -81,14 +71,10 @@ class DeviceSkips:
     def count(self, found_inf: Tensor, flags: Flags) -> None:
         """Counts a step by its 0-d flag and the flags of its losses. No host sync."""
         counts, is_first = self._counts_on(found_inf.device), True
-        device = counts.device
-        found_inf = found_inf if found_inf.device == device else move(found_inf, device)
         for loss_id, (scale, flag) in flags.items():
-            slot = self._slot(counts, loss_id, scale)
-            # Not with scale_on, which keeps its copy: a CUDA graph captured later would read that copy.
-            value = scale.tensor(device) if scale.scale is None else scale.scale
-            flag, value = (t if t.device == device else move(t, device) for t in (flag, value))
-            ops.count_skip(counts, found_inf, flag, value, slot, is_first)
+            device, tensors = counts.device, (found_inf, flag, scale.tensor(counts.device))
+            found, raised, value = (t if t.device == device else move(t, device) for t in tensors)
+            ops.count_skip(counts, found, raised, value, self._slot(counts, loss_id, scale), is_first)
             is_first = False
 
     def offer(self, found_inf: Tensor, flags: Flags) -> SkipCounts | None:
@@ -173,12 +159,11 @@ class DeviceSkips:
 
 
 class _Copy:
-    """Counts on their way to the host."""
+    """Counts on their way to the host. ``event``: None if the copy is synchronous."""
 
     def __init__(self, counts: Tensor) -> None:
-        # None if the copy is synchronous.
         self.event = None
-        if counts.device.type == "cuda":
+        if counts.is_cuda:
             self.host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             self.host.copy_(counts, non_blocking=True)
             self.event = torch.cuda.Event()
@@ -204,14 +189,11 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
 
     ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
     """
+    inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
     return (
         declares(optimizer, "_step_supports_amp_scaling")
-        and not [group for group in optimizer.param_groups if not group.get("fused", True)]
-        # For LARC, the optimizer inside decides.
-        and (
-            not isinstance(inner := getattr(optimizer, "optim", optimizer), torch.optim.SGD)
-            or set_up_momentum(inner, before_backward)
-        )
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
     )
 
 
@@ -219,9 +201,8 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
 def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
     """Creates momentum buffers of zeros. False if torch's fused SGD cannot skip its first step.
 
-    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
-    steps without dampening. With dampening the host must read the flag of the first step.
-    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
+    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Zeros give the same steps without
+    dampening. With dampening the host must read the flag of the first step. ``before_backward``: as above.
     """
     for group in optimizer.param_groups:
         if group["momentum"] == 0:
@@ -233,3 +214,33 @@ def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
         for p in fresh:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return True
+
+
+@torch.no_grad()
+def align_gradients(optimizer: Any) -> None:
+    """Copies gradients into the layout of their parameters where these differ, in groups with ``fused``. No host sync.
+
+    torch's fused optimizers (2.13) read parameter, gradient and state in memory order, without a check that the layouts
+    agree. ampctx.optimizers handle this themselves.
+
+    Raises:
+        AmpError: a parameter whose elements do not fill one block of memory, by name. Nothing has changed then.
+    """
+    others: list[tuple[Tensor, Tensor]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        if not group.get("fused"):
+            continue
+        for i, p in enumerate(group["params"]):
+            grad = p.grad
+            if grad is None or grad.layout != torch.strided or (p.is_contiguous() and grad.is_contiguous()):
+                continue
+            if not is_dense(p):
+                raise AmpError(
+                    f"{type(optimizer).__name__} with fused=True steps the wrong memory of "
+                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory. Make the "
+                    "parameter contiguous, or pass fused=False."
+                )
+            if not same_layout(grad, p):
+                others.append((p, grad))
+    for p, grad in others:
+        p.grad = torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)

@@ -1,16 +1,17 @@
-"""torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds and hysteresis for the scale.
+"""torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds, outcomes and a stall guard.
 
-An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again. Getters,
-setters and checkpoints are in ``scaler_state``.
+An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -18,22 +19,43 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampctx._errors import AmpAssertionError, AmpError, AmpValueError
+from ampctx._collectives import check_process_group
+from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.handles import ReadTensors, read_grads
+from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
-from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.fused_layouts import align_gradients
-from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
+from ampctx.scaling import formats
+from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, check_limit, overflowed
+from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
+from ampctx.scaling.loss_scale import (
+    LossScale,
+    check_backoff_factor,
+    check_bounds,
+    check_count,
+    check_growth_factor,
+    check_scale,
+)
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
-from ampctx.scaling.scaler_state import ScalerState, fresh_optimizer_state
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 from ampctx.weights.step import declares
 
 logger = logging.getLogger("ampctx")
+
+# The errors of calls at the wrong stage, as torch begins them.
+_OUT_OF_ORDER = {
+    ("unscale_", OptState.UNSCALED): "unscale_() has already been called on this optimizer since the last update(). "
+    "Call unscale_, step and update once per step, after the last backward. See docs/errors.md"
+    "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update.",
+    ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before step(), after the last "
+    "backward.",
+    ("step", OptState.STEPPED): "step() has already been called since the last update(). Call update() after the last "
+    "optimizer's step(). See docs/errors.md"
+    "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update.",
+}
 
 
 def _params(optimizer: Any) -> list[Any]:
@@ -47,25 +69,32 @@ def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     return [(p, grad) for p in _params(optimizer) if (grad := p.grad) is not None]
 
 
+def _placed(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            yield f"param_groups[{g}]['params'][{i}]", p
+
+
 def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
 
 
-class _Untouched:
-    """Tells whether the gradients of an optimizer were replaced or written to since this was made."""
+def _of_loss_scale(name: str, check: Any = None) -> Any:
+    """An attribute of torch's GradScaler, which ``LossScale`` keeps as ``name``. A disabled scaler has none."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._grads = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
+    def get(self: GradScaler) -> Any:
+        if self._loss_scale is None:
+            raise AttributeError(f"a disabled GradScaler has no {name}")
+        return getattr(self._loss_scale, name)
 
-    def __call__(self, optimizer: torch.optim.Optimizer) -> bool:
-        grads = [grad for _, grad in _gradients(optimizer)]
-        return len(grads) == len(self._grads) and all(
-            reference() is grad and version == grad._version
-            for grad, (reference, version) in zip(grads, self._grads, strict=True)
-        )
+    def set_(self: GradScaler, value: Any) -> None:
+        if self._loss_scale is not None:
+            setattr(self._loss_scale, name, value if check is None else check(value))
+
+    return property(get, set_)
 
 
-class GradScaler(ScalerState):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, skips steps on non-finite gradients and adapts the scale.
 
     Same calls, errors and checkpoints as ``torch.amp.GradScaler``; each loads the other's state_dict. Differences: the
@@ -102,7 +131,57 @@ class GradScaler(ScalerState):
         AmpTypeError, AmpValueError, AmpError: an invalid argument, by name.
     """
 
-    # --- scale ------------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+        process_group: Any = None,
+        history: int = DEFAULT_LENGTH,
+    ) -> None:
+        if not isinstance(device, (str, torch.device)):
+            raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}.")
+        device = torch.device(device).type
+        if enabled and device == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale on the CPU. "
+                "See docs/errors.md#gradscaler-is-enabled-but-cuda-is-not-available.",
+                stacklevel=2,
+            )
+            enabled = False
+        self._loss_scale: LossScale | None = None
+        self._max_consecutive_skips, self._history_length = None, 0
+        if enabled:
+            self._max_consecutive_skips = check_limit(max_consecutive_skips)
+            self._history_length = check_length(history)
+            check_process_group(process_group)
+            settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+            self._loss_scale = LossScale(init_scale, True, *settings)
+            self._loss_scale.process_group = process_group
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, bool(enabled))
+        self._forget_steps()
+
+    _scale = _of_loss_scale("scale")
+    _growth_tracker = _of_loss_scale("growth_tracker")
+    _init_scale = _of_loss_scale("init_scale", partial(check_scale, "init_scale"))
+    _init_growth_tracker = _of_loss_scale("init_growth_tracker")
+    _growth_factor = _of_loss_scale("growth_factor", check_growth_factor)
+    _backoff_factor = _of_loss_scale("backoff_factor", check_backoff_factor)
+    _growth_interval = _of_loss_scale("growth_interval", partial(check_count, "growth_interval", least=1))
+
+    def _forget_steps(self) -> None:
+        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: GuardedStep}
+        self._told_of_no_gradients: Any = weakref.WeakSet()
+        # Counts calls that may change the gradients in ``.grad`` after a step.
+        self._epoch = 0
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
@@ -157,121 +236,104 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return
-        scale, state = self._begun("unscale_", optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            raise AmpError(
-                "unscale_() has already been called on this optimizer since the last update(). Call unscale_, step "
-                "and update once per step, after the last backward. See docs/errors.md"
-                "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise AmpError("unscale_() is being called after step(). Call it before step(), after the last backward.")
-        parameters = _params(optimizer)
-        # After an agreement that failed, a second try finds the gradients unscaled.
-        if (flags := state.get("not_agreed")) is None:
-            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
-        try:
-            state["found_inf_per_device"] = self._agreed(parameters, flags)
-        except BaseException:
-            state["not_agreed"], state["interrupted"] = flags, _Untouched(optimizer)
-            raise
-        state.pop("not_agreed", None)
-        state.pop("interrupted", None)
-        state["unscaled"] = set(map(id, parameters))
-        state["stage"] = OptState.UNSCALED
+        with self._begun("unscale_", optimizer) as (scale, state):
+            if "not_agreed" not in state:
+                found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+                state["not_agreed"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+            state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
+            self._agree(optimizer, state, state["not_agreed"])
 
-    def _begun(self, funcname: str, optimizer: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Checks that the optimizer may be unscaled or stepped. Returns the scale and the optimizer's state."""
+    @contextmanager
+    def _begun(self, call: str, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Checks that the optimizer may be unscaled or stepped. Gives the scale and the optimizer's state.
+
+        After an exception within, gradients that stay as they are then are for a second try. Others are scaled.
+        """
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        scale, _ = self._check_scale_growth_tracker(funcname)
+        scale, _ = self._check_scale_growth_tracker(call)
         state = self._per_optimizer_states[id(optimizer)]
-        # A step raised. The same gradients are for a second try; new ones are scaled and not checked.
-        if (untouched := state.get("interrupted")) is not None and not untouched(optimizer):
-            state = self._per_optimizer_states[id(optimizer)] = fresh_optimizer_state()
-        return scale, state
+        if (kept := state.get("kept")) is not None:
+            now = [(grad, grad._version) for _, grad in _gradients(optimizer)]
+            then = [(of(), version) for of, version in kept]
+            if len(now) != len(then) or any(a is not b or v != w for (a, v), (b, w) in zip(now, then, strict=True)):
+                del self._per_optimizer_states[id(optimizer)]
+                state = self._per_optimizer_states[id(optimizer)]
+        error = _OUT_OF_ORDER.get((call, state["stage"]))
+        if error is not None and "not_agreed" not in state:
+            raise AmpError(error)
+        if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
+            for where, p in _placed(optimizer):
+                if p.grad is not None and id(p) not in state["unscaled"]:
+                    raise AmpError(
+                        f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
+                        "before unscale_() or after update(), or set this gradient to None."
+                    )
+        try:
+            yield scale, state
+        except BaseException:
+            state["kept"] = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
+            raise
+        state.pop("kept", None)
 
     @torch.no_grad()
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """``grad *= inv_scale``. Returns a flag for each device with gradients, starting from ``found_inf``. No host
-        sync.
+        """``grad *= inv_scale``. Returns a flag for each device with gradients, starting from ``found_inf``. None: the
+        check alone. No host sync.
 
         Frameworks override this method, so its four arguments and their order must stay.
         """
         parameters = _params(optimizer)
-        grads, flags = self._grads(optimizer, parameters, any_sharded(parameters), allow_fp16), FoundInf()
-        devices = {grads.device} if isinstance(grads, ReadTensors) else set(map(device_of, grads))
-        flags.per_device = {device: move(found_inf, device).clone() for device in devices}
-        foreach.scale(grads, grads, flags, PerDevice(inv_scale))
-        return flags.per_device
-
-    def _grads(self, optimizer: Any, parameters: list[Any], sharded: bool, allow_fp16: bool) -> Sequence[Tensor]:
-        """The dense gradients, or the values of sparse ones; a handle if one op call can take them."""
-        if not all(map(isinstance, parameters, repeat(Tensor))):
-            self._refuse(optimizer, allow_fp16)
-        if sharded:
+        for where, p in () if all(map(isinstance, parameters, repeat(Tensor))) else _placed(optimizer):
+            if not isinstance(p, Tensor):
+                raise AmpAssertionError(f"{where} must be a tensor, got {type(p).__name__}")
+        if any_sharded(parameters):
             place_grads(parameters)
         found, known = read_grads(parameters)
-        if known is not None and (allow_fp16 or known.dtype != torch.float16):
-            return known
-        grads = [grad for grad in found if grad is not None]
+        grads: Any = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
-            self._refuse(optimizer, allow_fp16)
-        if set(map(layout_of, grads)) <= {torch.strided}:
-            return grads
-        return [grad for grad in map(strided_grad, parameters) if grad is not None]
-
-    @staticmethod
-    def _refuse(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> None:
-        """Raises for the first parameter that is no tensor or has an fp16 gradient."""
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                where = f"param_groups[{g}]['params'][{i}]"
-                if not isinstance(p, Tensor):
-                    raise AmpAssertionError(f"{where} must be a tensor, got {type(p).__name__}")
-                if p.grad is not None and p.grad.dtype == torch.float16 and not allow_fp16:
+            for where, p in _placed(optimizer):
+                if p.grad is not None and p.grad.dtype == torch.float16:
                     raise AmpValueError(
                         f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the "
                         "parameters in fp32 and run the forward under autocast, or let "
                         "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them. "
                         "See docs/errors.md#attempting-to-unscale-fp16-gradients."
                     )
+        flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
+        flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
+        if known is not None:
+            grads = known  # one op call can take them
+        elif not set(map(layout_of, grads)) <= {torch.strided}:
+            grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
+        if inv_scale is None:
+            foreach.l2norm(grads, flags)  # reads the gradients once, and writes none; the norm is not needed
+        else:
+            foreach.scale(grads, grads, flags, PerDevice(inv_scale))
+        return flags.per_device
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Checks the gradients, fp16 included, for inf and nan without changing them. No host sync."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        assert self._loss_scale is not None
-        parameters = _params(optimizer)
-        sharded = any_sharded(parameters)
-        if getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_:
-            # Reads the gradients once. The norm is not needed.
-            grads, flags = self._grads(optimizer, parameters, sharded, True), FoundInf()
-            flags.per_device = {d: torch.zeros((), dtype=torch.float32, device=d) for d in set(map(device_of, grads))}
-            foreach.l2norm(grads, flags)
-            found = flags.per_device
-        else:
-            found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        if sharded or self._loss_scale.process_group is not None:
-            found = self._agreed(parameters, found)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
+        is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
+        factor = None if is_ours else torch.ones_like(scale)
+        flags = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), True)
+        return self._agree(optimizer, self._per_optimizer_states[id(optimizer)], flags)
 
-    def _agreed(self, parameters: list[Any], flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """The flags joined over all ranks, for this rank's devices with gradients, or else for the scale's device."""
-        assert self._loss_scale is not None
-        of_meshes = groups_of(parameters)
-        if not self._loss_scale.groups_with(of_meshes):
-            return flags
-        at = self._scale.device
-        joined = self._loss_scale.agreed(join_flags(flags.values(), at), of_meshes, "GradScaler")
-        return {device: move(joined, device) for device in flags or [at]}
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    def _agree(self, optimizer: Any, state: dict[str, Any], flags: dict[torch.device, Tensor]) -> dict[Any, Any]:
+        """Joins the flags over all ranks, for this rank's devices with gradients, or else for the scale's device."""
+        scale: Any = self._loss_scale
+        of_meshes = groups_of(_params(optimizer))
+        if of_meshes or scale.process_group is not None:
+            at = scale.scale.device
+            joined = scale.agreed(join_flags(flags.values(), at), of_meshes, "GradScaler")
+            flags = {device: move(joined, device) for device in flags or [at]}
+        state["found_inf_per_device"] = flags
+        state.pop("not_agreed", None)
+        return flags
 
     # --- step -------------------------------------------------------------------------------------------------------
 
@@ -302,118 +364,62 @@ class GradScaler(ScalerState):
             result = optimizer.step(*args, **kwargs)
             self._steps_of(optimizer).outcome = StepOutcome()
             return result
-        if "closure" in kwargs or any(callable(arg) for arg in args):
+        if "closure" in kwargs or any(map(callable, args)):
             raise AmpError(
                 "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
                 "step()."
             )
-        scale, state = self._begun("step", optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise AmpError(
-                "step() has already been called since the last update(). Call update() after the last optimizer's "
-                "step(). See docs/errors.md"
-                "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
-            )
-        steps, parameters = self._steps_of(optimizer), _params(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            self._refuse_joined(optimizer, state)
-        if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
-            self._told_of_no_gradients.add(optimizer)
-            logger.warning(
-                "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
-                "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
-                type(optimizer).__name__,
-            )
-        result = None
-        # None: the device decides, or a framework's override of _maybe_opt_step.
-        losses: Overflowed | None
-        try:
-            if declares(optimizer, "_step_supports_amp_scaling") and (
-                # Trust other classes. torch's optimizers may have groups that are not fused.
-                not getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
-                or skips_by_itself(optimizer)
-            ):
-                losses = steps.overflowed_instead_of_device(lambda: self._found_inf(optimizer, state)) or None
+        parameters = _params(optimizer)
+        with self._begun("step", optimizer) as (scale, state):
+            if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
+                self._told_of_no_gradients.add(optimizer)
+                logger.warning(
+                    "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, "
+                    "or zero_grad() ran after backward(). See "
+                    "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+                    type(optimizer).__name__,
+                )
+            steps, result = self._steps_of(optimizer), None
+            # Trust other classes. torch's optimizers may have groups that are not fused.
+            is_torchs = getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
+            by_device = declares(optimizer, "_step_supports_amp_scaling")
+            by_device = by_device and (not is_torchs or skips_by_itself(optimizer))
+            if "not_agreed" in state or (not by_device and state["stage"] is OptState.READY):
+                self.unscale_(optimizer)
+            losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
+            if by_device:
+                losses = steps.overflowed_instead_of_device(lambda: self._flags(optimizer, state)) or None
                 if losses is None:
                     result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             else:
-                if state["stage"] is OptState.READY:
-                    self.unscale_(optimizer)
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 losses = state.pop("overflowed", None)
-            state.pop("interrupted", None)
             state["stage"] = OptState.STEPPED
-            self._record(optimizer, state, steps, losses, parameters)
-        except BaseException:
-            state["interrupted"] = _Untouched(optimizer)
-            raise
+            known = Known({0: scale.clone()}, norm_before_clipping(p.grad for p in parameters))
+            if losses is None:
+                found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
+                if self._max_consecutive_skips is not None:
+                    found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
+                flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
+                outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
+                steps.conclude(optimizer, outcome)
+            elif losses:
+                steps.skipped(optimizer, losses, known, _culprits(optimizer))
+            else:
+                steps.stepped(optimizer, known)
         return result
 
-    @staticmethod
-    def _refuse_joined(optimizer: Any, state: dict[str, Any]) -> None:
-        """Raises for a parameter that joined after ``unscale_``: its gradient is scaled and not checked."""
-        if state.get("unscaled", set()).issuperset(map(id, _params(optimizer))):
-            return
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None and id(p) not in state.get("unscaled", {id(p)}):
-                    raise AmpError(
-                        f"param_groups[{g}]['params'][{i}] joined the optimizer after unscale_(). Its gradient is "
-                        "still scaled. Add parameters before unscale_() or after update(), or set this gradient to "
-                        "None."
-                    )
-
-    def _found_inf(self, optimizer: Any, state: dict[str, Any]) -> Flags:
-        """The flag of the gradients. Checks them now if ``unscale_`` did not."""
+    def _flags(self, optimizer: Any, state: dict[str, Any]) -> Flags:
+        """The flag of the gradients, which are checked now if they were not."""
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-        return self._flags_in(state)
-
-    def _flags_in(self, state: dict[str, Any]) -> Flags:
-        assert self._loss_scale is not None
         flags = list(state["found_inf_per_device"].values())
-        return {0: (self._loss_scale, join_flags(flags, flags[0].device))} if flags else {}
-
-    def _record(
-        self,
-        optimizer: Any,
-        state: dict[str, Any],
-        steps: GuardedStep,
-        losses: Overflowed | None,
-        parameters: list[Any],
-    ) -> None:
-        """Records a step. ``losses``: those that overflowed; None if the device has decided."""
-        assert self._loss_scale is not None
-        assert self._loss_scale.scale is not None
-        scale = self._loss_scale.scale_on(self._loss_scale.scale.device)
-        known = Known({0: scale}, norm_before_clipping(grad for p in parameters if (grad := p.grad) is not None))
-        if losses is None:
-            found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
-            if self._max_consecutive_skips is not None:
-                found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
-            flags = {0: (self._loss_scale, found_inf)}
-            outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
-            steps.conclude(optimizer, outcome)
-        elif losses:
-            steps.skipped(optimizer, losses, known, _culprits(optimizer))
-        else:
-            steps.stepped(optimizer, known)
-
-    def _later(self, optimizer: Any) -> Callable[[int], Culprits | None]:
-        """Returns the search for non-finite gradients. It works while ``.grad`` still belongs to this step."""
-        scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
-
-        def later(_: int) -> Culprits | None:
-            if (alive := scaler()) is None or alive._epoch != epoch or (optimizer := stepped()) is None:
-                return None
-            return _culprits(optimizer) or None
-
-        return later
+        return {0: (self._loss_scale, join_flags(flags, flags[0].device))} if flags else {}  # type: ignore[dict-item]
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer_state["overflowed"] = overflowed(self._flags_in(optimizer_state))
+        optimizer_state["overflowed"] = overflowed(self._flags(optimizer, optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(self, optimizer: Any, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -442,6 +448,16 @@ class GradScaler(ScalerState):
             del optimizer.grad_scale
             del optimizer.found_inf
 
+    def _later(self, optimizer: Any) -> Any:
+        """Returns the search for non-finite gradients. It works while ``.grad`` still belongs to this step."""
+        scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
+
+        def later(_: int) -> Culprits | None:
+            of, optimizer = scaler(), stepped()
+            return None if of is None or of._epoch != epoch or optimizer is None else _culprits(optimizer) or None
+
+        return later
+
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -461,21 +477,9 @@ class GradScaler(ScalerState):
             return
         scale, _ = self._check_scale_growth_tracker("update")
         assert self._loss_scale is not None
-        if new_scale is None:
-            states = self._per_optimizer_states.values()
-            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-            if flags:
-                found_inf = join_flags(flags, scale.device)
-                # First: after an exception these flags must not update the scale again.
-                self._per_optimizer_states = defaultdict(fresh_optimizer_state)
-                self._loss_scale.update(found_inf)
-                return
-            if not any(state["stage"] is OptState.STEPPED for state in states):
-                raise AmpAssertionError(
-                    "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
-                    "See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
-                )
-        else:
+        states = self._per_optimizer_states
+        flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+        if new_scale is not None:
             if isinstance(new_scale, Tensor) and (
                 new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
             ):
@@ -484,4 +488,112 @@ class GradScaler(ScalerState):
                     f"got {new_scale.numel()} on {new_scale.device} with requires_grad={new_scale.requires_grad}"
                 )
             self._loss_scale.set(new_scale)
-        self._per_optimizer_states = defaultdict(fresh_optimizer_state)
+            states.clear()
+        elif flags or any(state["stage"] is OptState.STEPPED for state in states.values()):
+            found_inf = join_flags(flags, scale.device)
+            states.clear()  # first: after an exception these flags must not update the scale again
+            if flags:
+                self._loss_scale.update(found_inf)
+        else:
+            raise AmpAssertionError(
+                "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
+                "See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+            )
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        of: Any = self._loss_scale
+        if of.scale is None or of.growth_tracker is None:
+            raise AmpAssertionError(
+                f"Attempted {funcname} but {'_scale' if of.scale is None else '_growth_tracker'} is None. Call "
+                "scaler.scale(loss).backward() before it. See docs/errors.md#attempted-step-but-_scale-is-none."
+            )
+        return of.scale, of.growth_tracker
+
+    # --- outcomes of steps, checkpoints -----------------------------------------------------------------------------
+
+    def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
+        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first.
+
+        Names of parameters are their places in the optimizer, or the names passed to it. With a disabled scaler every
+        step counts as stepped. No host sync, but reading an attribute may be one, see ``StepOutcome``.
+        """
+        steps = self._steps.get(optimizer)
+        return None if steps is None else steps.outcome
+
+    def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
+        """Returns the latest steps as plain lists: scales, skips and gradient norms. All loss ids are 0. One host sync.
+
+        A disabled scaler keeps no steps. A pickle or a copy starts with an empty history.
+
+        Args:
+            optimizer: optional if the scaler has stepped only one.
+            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps.
+
+        Raises:
+            AmpError: several optimizers were stepped and none is given.
+            AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
+        """
+        if optimizer is None and len(self._steps) > 1:
+            raise AmpError(
+                f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them: "
+                "scaler.history(optimizer)."
+            )
+        steps = next(iter(self._steps.values()), None) if optimizer is None else self._steps.get(optimizer)
+        return (StepHistory(0) if steps is None else steps.history).lists(last)
+
+    def _steps_of(self, optimizer: Any) -> GuardedStep:
+        if (steps := self._steps.get(optimizer)) is None:
+            steps = self._steps[optimizer] = GuardedStep(self._max_consecutive_skips, self._history_length)
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
+        if (scale := self._loss_scale) is None:
+            return {}
+        return {
+            **super().state_dict(),
+            "min_scale": scale.min_scale,
+            "max_scale": scale.max_scale,
+            "hysteresis": scale.hysteresis,
+            "_hysteresis_tracker": scale.hysteresis_left(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a ``state_dict()`` of this class, of torch's GradScaler, or of ``amp`` with one loss scale.
+
+        torch's state has no bounds and hysteresis: these stay as constructed. From ``amp.state_dict()`` of apex or
+        ampctx it loads scale and counter only. ``ampctx_apex.checkpoints.to_grad_scaler_state`` picks one of several
+        scales. An invalid state changes nothing. A disabled scaler loads nothing.
+
+        Raises:
+            AmpError: an empty dict, as a disabled scaler saves.
+            AmpKeyError: a missing or unknown key.
+            AmpTypeError, AmpValueError: an invalid entry, by name; several loss scales.
+        """
+        if (scale := self._loss_scale) is None:
+            return
+        if formats.is_amp_state(state_dict):
+            entry = formats.only_amp_entry(state_dict)
+            return scale.load_state_dict(entry)
+        saved = formats.read_grad_scaler_state(state_dict)
+        own = {name: formats.plain(value) for name, value in state_dict.items()}
+        bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
+        hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
+        left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)
+        super().load_state_dict(saved)
+        scale.hysteresis, scale.until_check = hysteresis, 0
+        scale.min_scale, scale.max_scale = bounds
+        scale.set_hysteresis_left(left)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and self._per_optimizer_states:
+            raise AmpAssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update()."
+            )
+        # The outcomes of steps are not pickled.
+        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients", "_epoch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget_steps()
+        self.__dict__.update(state)

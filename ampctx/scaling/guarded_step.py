@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._errors import AmpStallError
 from ampctx.kernels.foreach import join_flags
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
-from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, StepOutcome, gathered
-from ampctx.scaling.stall import stall_error
+from ampctx.scaling.loss_scale import LossScale, check_count
+from ampctx.scaling.outcome import Culprits, StepOutcome, gathered, listed
 from ampctx.scaling.undo import with_wrapped
 from ampctx.weights.step import Counts
 
@@ -60,6 +60,10 @@ class Listeners(NamedTuple):
     skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits, int], None] | None = None
     stepped: Callable[[Any, StepOutcome], None] | None = None
     hooks: tuple[Collection[Any], ...] = ()
+
+
+def check_limit(max_consecutive_skips: Any) -> int | None:
+    return None if max_consecutive_skips is None else check_count("max_consecutive_skips", max_consecutive_skips, 1)
 
 
 class GuardedStep:
@@ -101,8 +105,6 @@ class GuardedStep:
         """The number of skipped steps. Host sync if the device decides."""
         return self._skipped_on_host + self._on_device.total()
 
-    # --- decide -------------------------------------------------------------------------------------------------------
-
     def overflowed_instead_of_device(self, flags: Callable[[], Flags]) -> Overflowed:
         """The losses that overflowed, if one more skip in a row would exceed the limit. Otherwise [], and the device
         decides. Host sync only at the limit."""
@@ -114,8 +116,6 @@ class GuardedStep:
         if not (found := overflowed(flags())):
             self._on_device.decided_on_host(skipped=False)
         return found
-
-    # --- record -------------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Any, known: Known) -> None:
         """Records a step that the host decided on and that ran."""
@@ -136,14 +136,28 @@ class GuardedStep:
             one._opt_called = True
         values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_on_device else []
         self._report(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
-        outcome = StepOutcome(
-            [loss_id for loss_id, _ in losses], scales=known.scales, grad_norm=known.grad_norm, culprits=culprits
-        )
+        ids = [loss_id for loss_id, _ in losses]
+        outcome = StepOutcome(ids, scales=known.scales, grad_norm=known.grad_norm, culprits=culprits)
         if self._limit is not None:
             self._on_device.decided_on_host(skipped=True)
         self.conclude(optimizer, outcome, by_device=False)
         if self._limit is not None and self._on_device.in_a_row > self._limit:
-            raise stall_error(type(optimizer).__name__, outcome, self._on_device.in_a_row, self._limit, self._scales)
+            raise self._stalled(type(optimizer).__name__, outcome, culprits)
+
+    def _stalled(self, optimizer: str, outcome: StepOutcome, culprits: Culprits) -> AmpStallError:
+        several = len({loss_id for loss_id, _ in self._scales}) > 1
+        course = ", ".join(f"loss {i}: {value}" if several else str(value) for i, value in self._scales)
+        return AmpStallError(
+            f"{self._on_device.in_a_row} steps of {optimizer} in a row were skipped "
+            f"(max_consecutive_skips={self._limit}). Weights are unchanged. Non-finite gradients: "
+            f"{listed(culprits, 8) if culprits else 'not known'}. Loss scale after skips: {course or 'not known'}. If "
+            "the scale is far down, scaling is not the cause: check input, loss and weights for inf and nan "
+            "(torch.autograd.set_detect_anomaly names the op), keep these layers in fp32, use bfloat16 (opt_level O4 "
+            "or O5), or lower the learning rate. At the start of a run, begin with a smaller scale or allow more "
+            "skips. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
+            outcome=outcome,
+            scale_history=list(self._scales),
+        )
 
     def skip_counts(self, found_inf: Tensor | None, flags: Flags) -> SkipCounts | None:
         """Counts for a step by ``found_inf`` that counts itself, or None. No host sync."""
@@ -178,11 +192,9 @@ class GuardedStep:
             grad_norm=known.grad_norm,
             culprits=lambda: later(epoch),
         )
-        listens = self._listeners.stepped is not None and any(self._listeners.hooks)
-        if listens and not is_capturing() and outcome.skipped:
+        if any(self._listeners.hooks) and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
-        is_counted = counts is not None and counts.is_taken
-        if flags and found_inf is not None and self._counts_on_device and not is_counted:
+        if flags and found_inf is not None and self._counts_on_device and not (counts and counts.is_taken):
             self._on_device.count(found_inf, flags)
         return outcome
 

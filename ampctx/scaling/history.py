@@ -54,13 +54,6 @@ def check_length(history: Any) -> int:
     return check_count("history", history, 0)
 
 
-class _Gathered(NamedTuple):
-    """Some steps. ``on_device`` holds, in order, the numbers that are None in ``steps``."""
-
-    steps: list[dict[Number, float | None]]
-    on_device: Tensor
-
-
 class StepHistory:
     """The outcomes of the latest steps of one optimizer.
 
@@ -74,7 +67,8 @@ class StepHistory:
         self._losses = losses
         self.count = 0
         self._read: deque[dict[Number, float]] = deque(maxlen=length)
-        self._gathered: deque[_Gathered] = deque()
+        # Steps, in which None stands for a number on the device, and these numbers in order.
+        self._gathered: deque[tuple[list[dict[Number, float | None]], Tensor]] = deque()
         self._latest: list[dict[Number, Tensor | float]] = []
 
     def add(self, outcome: StepOutcome) -> None:
@@ -85,23 +79,23 @@ class StepHistory:
         self._latest.append(outcome.numbers())
         if len(self._latest) == GATHERED_AT_ONCE:
             self._gather()
-            while sum(len(some.steps) for some in self._gathered) - len(self._gathered[0].steps) >= self._length:
+            while sum(len(steps) for steps, _ in self._gathered) - len(self._gathered[0][0]) >= self._length:
                 self._gathered.popleft()
 
     def _gather(self) -> None:
         steps, self._latest = self._latest, []
         tensors = [value for step in steps for value in step.values() if isinstance(value, Tensor)]
         numbers = [{key: None if isinstance(v, Tensor) else v for key, v in step.items()} for step in steps]
-        self._gathered.append(_Gathered(numbers, gathered(tensors)))
+        self._gathered.append((numbers, gathered(tensors)))
 
     def lists(self, last: int | None = None) -> History:
         """The latest ``last`` steps, or all that are kept. Host sync."""
         n = self._length if last is None else check_count("last", last, 0)
         self._gather()
-        parts = [some.on_device for some in self._gathered]
+        parts = [part for _, part in self._gathered]
         device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
         values = iter(torch.cat([move(part, device) for part in parts]).tolist())
-        for step in [step for some in self._gathered for step in some.steps]:
+        for step in [step for steps, _ in self._gathered for step in steps]:
             self._read.append({key: next(values) if value is None else value for key, value in step.items()})
         self._gathered.clear()
         steps = list(self._read)[max(0, len(self._read) - n) :]

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
-from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
-from ampctx.kernels.reference import inverse_of
 
 _FP32 = torch.finfo(torch.float32)
 DYNAMIC = "dynamic"
@@ -68,15 +66,13 @@ def check_loss_id(value: Any) -> int:
 
 
 def check_growth_factor(value: Any) -> float:
-    number = check_number("growth_factor", value)
-    if not 1.0 < number < math.inf:
+    if not 1.0 < (number := check_number("growth_factor", value)) < math.inf:
         raise AmpValueError(f"growth_factor is {number}. The growth factor must be > 1.0.")
     return number
 
 
 def check_backoff_factor(value: Any) -> float:
-    number = check_number("backoff_factor", value)
-    if not 0.0 < number < 1.0:
+    if not 0.0 < (number := check_number("backoff_factor", value)) < 1.0:
         raise AmpValueError(f"backoff_factor is {number}. The backoff factor must be < 1.0 and > 0.")
     return number
 
@@ -98,11 +94,35 @@ def required(state: Mapping[str, Any], key: str) -> Any:
     return state[key]
 
 
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value
+
+
+def read_entry(entry: Any) -> dict[str, Any]:
+    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
+
+    Raises:
+        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
+    """
+    if not isinstance(entry, Mapping):
+        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
+    result = {
+        "loss_scale": check_scale("loss_scale", plain(required(entry, "loss_scale"))),
+        "unskipped": check_count("unskipped", plain(required(entry, "unskipped")), 0),
+    }
+    if "hysteresis" in entry:
+        result["hysteresis"] = check_count("hysteresis", plain(entry["hysteresis"]), 0)
+    return result
+
+
 class LossScale:
     """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
-    The three tensors are None until the first ``scale_on(device)`` or ``update`` sets a device. A static scale
-    (``dynamic=False``) never changes in ``update``, which only counts.
+    The three tensors are None, and their ``init_`` numbers hold, until a call creates them on its device. A static
+    scale (``dynamic=False``) never changes in ``update``, which only counts.
 
     Args:
         init_scale: the first value, > 0.
@@ -116,10 +136,23 @@ class LossScale:
         AmpTypeError, AmpValueError: an argument outside these bounds, by name.
     """
 
+    scale: Tensor | None = None
+    growth_tracker: Tensor | None = None
+    hysteresis_tracker: Tensor | None = None
+    # Gets each check of this loss's gradients by ``observer.checked(flag)``. At most one.
+    observer: Any = None
+    # The ranks that agree on flags. None: this rank alone.
+    process_group: Any = None
+    # How many agreements are left until ranks read whether their scales differ. 0: they do at the next.
+    until_check = 0
+    # Whether the scale skips steps as a dynamic one, and stays.
+    is_held = False
+    # Copies of the scale and of 1 / scale, until it changes.
+    _factors: tuple[PerDevice, PerDevice] | None = None
+
     def __init__(
         self,
         init_scale: float,
-        *,
         dynamic: bool,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -133,57 +166,32 @@ class LossScale:
         self.backoff_factor = check_backoff_factor(backoff_factor)
         self.growth_interval = check_count("growth_interval", growth_interval, 1)
         self.min_scale, self.max_scale = check_bounds(min_scale, max_scale)
-        self.hysteresis = check_count("hysteresis", hysteresis, 1)
-        # The first values of the tensors. The value of a static scale is always init_scale.
-        self.init_scale = check_scale("init_scale", init_scale)
-        self.init_growth_tracker = 0
-        self.init_hysteresis_tracker = self.hysteresis
+        self.init_hysteresis_tracker = self.hysteresis = check_count("hysteresis", hysteresis, 1)
+        # The value of a static scale is always init_scale.
+        self.init_scale, self.init_growth_tracker = check_scale("init_scale", init_scale), 0
         if dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
             raise AmpValueError(
                 f"init_scale is {self.init_scale}, outside min_scale={self.min_scale} and max_scale={self.max_scale}"
             )
-        self.scale: Tensor | None = None
-        self.growth_tracker: Tensor | None = None
-        self.hysteresis_tracker: Tensor | None = None
-        # Gets each check of this loss's gradients by ``observer.checked(flag)``. At most one.
-        self.observer: Any = None
-        # The ranks that agree on flags. None: this rank alone.
-        self.process_group: Any = None
-        # How many agreements are left until ranks read whether their scales differ. 0: they do at the next.
-        self.until_check = 0
-        # Whether the scale skips steps as a dynamic one, and stays.
-        self.is_held = False
-        self._copies: PerDevice | None = None
-        self._inverse: PerDevice | None = None
 
     @classmethod
     def from_option(
-        cls,
-        loss_scale: float | str,
-        min_loss_scale: float | None,
-        max_loss_scale: float | None,
-        skip_nonfinite: bool = False,
+        cls, loss_scale: Any, low: float | None, high: float | None, skip_nonfinite: bool = False
     ) -> LossScale:
-        """The scale for the options of ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
+        """The scale for ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
         A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
-        value.
-        "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
+        value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
         if loss_scale != DYNAMIC:
             if isinstance(loss_scale, str):
                 raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
             value = check_scale("loss_scale", loss_scale)
+            scale = cls(value, dynamic=skip_nonfinite)
             if skip_nonfinite:
-                held = cls(value, dynamic=True, min_scale=value, max_scale=value)
-                held.is_held = True
-                return held
-            return cls(value, dynamic=False)
-        low, high = check_bounds(
-            0.0 if min_loss_scale is None else min_loss_scale,
-            math.inf if max_loss_scale is None else max_loss_scale,
-            "loss_scale",
-        )
+                scale.is_held, scale.min_scale, scale.max_scale = True, value, value
+            return scale
+        low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
         return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
 
     @property
@@ -198,37 +206,10 @@ class LossScale:
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
-    @outside_of_graphs
-    def scale_on(self, device: torch.device | str) -> Tensor:
-        """The scale as a 0-d fp32 tensor on ``device``: a copy that later updates do not change. No host sync.
-
-        An autograd graph may keep it for its backward while the scale changes.
-        """
-        device = torch.device(device)
-        if device.index is None and device.type != "cpu":
-            device = torch.empty(0, device=device).device
-        scale = self._state(device)[0]
-        if self._copies is None:
-            self._copies = PerDevice(scale.clone())
-        return self._copies.on(device)
-
     def tensor(self, device: torch.device) -> Tensor:
         """The scale itself, which updates change in place. Created on ``device`` if there is none yet. No host
         sync."""
         return self._state(device)[0]
-
-    @outside_of_graphs
-    def inv_scale(self) -> PerDevice:
-        """1 / scale in fp32, computed on the device. No host sync.
-
-        Raises:
-            AmpError: ``scale_on(device)`` was not called yet.
-        """
-        if self.scale is None:
-            raise AmpError("inv_scale() was called before scale_on(device). The loss scale is on no device yet.")
-        if self._inverse is None:
-            self._inverse = PerDevice(inverse_of(self.scale))
-        return self._inverse
 
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor, FoundInf]:
         """The factors of a block for its loss and for its gradients: copies that later updates do not change. And the
@@ -240,16 +221,15 @@ class LossScale:
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
-        scale = self._state(device)[0] if self.scale is None else self.scale
-        if fresh or (self._copies is None and self._inverse is None):
-            copy, inverse, clear = ops.block_factors(scale)
-            self._copies, self._inverse = PerDevice(copy), PerDevice(inverse)
-            found_inf.clear = clear
-        elif self._copies is None:
-            self._copies = PerDevice(scale.clone())
-        elif self._inverse is None:
-            self._inverse = PerDevice(inverse_of(scale))
-        return self._copies, self._inverse, found_inf  # type: ignore[return-value]
+        if fresh or self._factors is None:
+            scale = self.tensor(device) if self.scale is None else self.scale
+            copy, inverse, found_inf.clear = ops.block_factors(scale)
+            self._factors = PerDevice(copy), PerDevice(inverse)
+        return *self._factors, found_inf
+
+    def inv_scale(self, device: torch.device) -> Factor:
+        """1 / scale, computed on the device. No host sync."""
+        return self.factors(device, fresh=False)[1]
 
     def tell(self, found_inf: Tensor) -> None:
         """Passes the one-element flag of this loss's gradients to the observer. No host sync."""
@@ -316,42 +296,20 @@ class LossScale:
 
         A static scale only counts updates with a clear flag.
         """
-        if not isinstance(found_inf, Tensor):
-            raise AmpTypeError(f"found_inf must be a tensor, got {type(found_inf).__name__}")
-        if found_inf.numel() != 1:
-            raise AmpValueError(f"found_inf has {found_inf.numel()} elements, expected 1")
-        scale, growth_tracker, hysteresis_tracker = self._state(found_inf.device)
+        scale, growth_tracker, _ = self._state(found_inf.device)
         if found_inf.device != scale.device:
             found_inf = move(found_inf, scale.device)
-        if not self.dynamic:
+        if self.dynamic:
+            ops.update_scale(found_inf=found_inf, **self.update_with_check(scale.device)._asdict())
+        else:
             growth_tracker.add_(found_inf.reshape(()) == 0)
-            return
-        self._copies = self._inverse = None  # first: an exception must not leave outdated copies
-        ops.update_scale(
-            scale,
-            growth_tracker,
-            hysteresis_tracker,
-            found_inf,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            hysteresis=self.hysteresis,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-        )
 
     def update_with_check(self, device: torch.device) -> ops.ScaleUpdate:
         """What ``update`` of a dynamic scale does, for the op that checks the gradients. No host sync."""
-        self._copies = self._inverse = None  # as in update
-        return ops.ScaleUpdate(
-            *self._state(device),
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.hysteresis,
-            self.min_scale,
-            self.max_scale,
-        )
+        self._factors = None  # first: an exception must not leave outdated copies
+        rule: Any = self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis
+        bounds: Any = self.min_scale, self.max_scale
+        return ops.ScaleUpdate(*self._state(device), *rule, *bounds)
 
     def count_clean(self, device: torch.device) -> None:
         """``update`` of a static scale with a clear flag. No host sync."""
@@ -372,23 +330,18 @@ class LossScale:
         Raises:
             AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
         """
-        if isinstance(value, Tensor):
-            if not self.dynamic or value.numel() != 1:
-                raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
-            if self.is_held:
-                value = value.item()
-        if isinstance(value, Tensor):
-            scale = self._state(value.device)[0]
+        if isinstance(value, Tensor) and (not self.dynamic or value.numel() != 1):
+            raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
+        if isinstance(value, Tensor) and not self.is_held:
+            scale = self.tensor(value.device)
             # To fp32 first: values out of its range become 0 or inf.
             new = move(value.detach().reshape(()).to(torch.float32), scale.device)
             scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
         else:
-            self.init_scale = check_scale("loss_scale", value)
+            self._put("scale", check_scale("loss_scale", value.item() if isinstance(value, Tensor) else value))
             if self.is_held:
                 self.min_scale = self.max_scale = self.init_scale
-            if self.scale is not None:
-                self.scale.fill_(self.init_scale)
-        self._copies = self._inverse = None
+        self._factors = None
 
     def unskipped(self) -> int:
         """The clean updates in a row. Host sync for a scale on an accelerator."""
@@ -396,9 +349,7 @@ class LossScale:
 
     def set_unskipped(self, n: int) -> None:
         """Replaces the count of clean updates, an int >= 0."""
-        self.init_growth_tracker = check_count("unskipped", n, 0)
-        if self.growth_tracker is not None:
-            self.growth_tracker.fill_(self.init_growth_tracker)
+        self._put("growth_tracker", check_count("unskipped", n, 0))
 
     def hysteresis_left(self) -> int:
         """The overflows until the scale falls. Host sync for a scale on an accelerator."""
@@ -406,9 +357,12 @@ class LossScale:
 
     def set_hysteresis_left(self, n: int) -> None:
         """Replaces the count of overflows until the scale falls, an int >= 0."""
-        self.init_hysteresis_tracker = check_count("hysteresis_tracker", n, 0)
-        if self.hysteresis_tracker is not None:
-            self.hysteresis_tracker.fill_(self.init_hysteresis_tracker)
+        self._put("hysteresis_tracker", check_count("hysteresis_tracker", n, 0))
+
+    def _put(self, name: str, number: float) -> None:
+        setattr(self, f"init_{name}", number)
+        if (tensor := getattr(self, name)) is not None:
+            tensor.fill_(number)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"loss_scale": float, "unskipped": int}`` as in apex, and "hysteresis" if it is above 1. Host sync."""
@@ -418,33 +372,22 @@ class LossScale:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of ``state_dict`` or of apex. Changes nothing if an entry is missing or invalid.
-
-        Raises:
-            AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: an invalid entry.
-        """
-        if not isinstance(state, Mapping):
-            raise AmpTypeError(f"the loss scale's state must be a dict, got {type(state).__name__}")
-        value = check_scale("loss_scale", required(state, "loss_scale"))
-        unskipped = check_count("unskipped", required(state, "unskipped"), 0)
-        left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
+        """Loads a state of ``state_dict`` or of apex, see ``read_entry``. An invalid one changes nothing."""
+        entry = read_entry(state)
         self.until_check = 0
-        self.set(value)
-        self.set_unskipped(unskipped)
-        self.set_hysteresis_left(left)
-
-    # --- state ------------------------------------------------------------------------------------------------------
+        self.set(entry["loss_scale"])
+        self.set_unskipped(entry["unskipped"])
+        self.set_hysteresis_left(entry.get("hysteresis", self.hysteresis))
 
     def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The three tensors. Creates missing ones, the first on ``device``."""
         if self.scale is None:
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         at = self.scale.device
-        if self.growth_tracker is None:
-            self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=at)
-        if self.hysteresis_tracker is None:
-            self.hysteresis_tracker = torch.full((), self.init_hysteresis_tracker, dtype=torch.int32, device=at)
-        return self.scale, self.growth_tracker, self.hysteresis_tracker
+        for name in ("growth_tracker", "hysteresis_tracker"):
+            if getattr(self, name) is None:
+                setattr(self, name, torch.full((), getattr(self, f"init_{name}"), dtype=torch.int32, device=at))
+        return self.scale, self.growth_tracker, self.hysteresis_tracker  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles numbers instead of tensors, so that a pickle loads on any device. Host sync.
@@ -457,16 +400,9 @@ class LossScale:
                 "a loss scale with a process group cannot be copied or pickled, because the group belongs to this "
                 "process. Save its state_dict() and load that into a new one."
             )
-        state = self.__dict__.copy()
-        state.update(
-            init_scale=self.value(),
-            init_growth_tracker=self.unskipped(),
-            init_hysteresis_tracker=self.hysteresis_left(),
-            scale=None,
-            growth_tracker=None,
-            hysteresis_tracker=None,
-            observer=None,
-            _copies=None,
-            _inverse=None,
-        )
-        return state
+        dropped = ("scale", "growth_tracker", "hysteresis_tracker", "observer", "_factors")
+        return {k: v for k, v in vars(self).items() if k not in dropped} | {
+            "init_scale": self.value(),
+            "init_growth_tracker": self.unskipped(),
+            "init_hysteresis_tracker": self.hysteresis_left(),
+        }

@@ -77,11 +77,6 @@ def listed(culprits: Culprits, most: int = 3) -> str:
     return first + (f" and {len(culprits) - most} more" if len(culprits) > most else "")
 
 
-def _tensor_of(scale: Factor | Tensor) -> Tensor:
-    value = scale.value if isinstance(scale, PerDevice) else scale
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
 class StepOutcome:
     """The outcome of one ``optimizer.step()``. Later steps do not change it.
 
@@ -106,30 +101,26 @@ class StepOutcome:
     ) -> None:
         """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: a flag that was set
         on the optimizer. No later code may write to these tensors."""
-        self._flags = flags if isinstance(flags, dict) else None
-        self._external = external
-        self._overflowed = () if isinstance(flags, dict) else tuple(flags)
-        self._found_external = False
+        # What is raised: loss ids, and FOUND_INF for ``external``. And the flags that nobody has read yet.
+        self._raised: tuple[Any, ...] = () if isinstance(flags, dict) else tuple(flags)
+        self._flags: dict[Any, Tensor] = dict(flags) if isinstance(flags, dict) else {}
+        if external is not None:
+            self._flags[FOUND_INF] = external
         self._scales: dict[int, Any] = dict(scales or {})
-        self._scales_are_read = False
         self._norm: Tensor | float | None = grad_norm
         self._culprits = culprits
 
-    def _read(self) -> None:
-        if self._flags is None and self._external is None:
-            return
-        flags = {} if self._flags is None else self._flags
-        tensors = [*flags.values(), *([] if self._external is None else [self._external])]
-        values = _numbers(tensors)
-        self._overflowed = (*self._overflowed, *(i for i, value in zip(flags, values, strict=False) if value != 0))
-        self._found_external = self._external is not None and values[-1] != 0
-        self._flags = self._external = None
+    def _read(self) -> tuple[Any, ...]:
+        if self._flags:
+            values = gathered(list(self._flags.values())).tolist()
+            self._raised = tuple(i for i, value in zip(self._flags, values, strict=True) if value != 0)
+            self._flags = {}
+        return self._raised
 
     @property
     def skipped(self) -> bool:
         """Whether the step left parameters and optimizer state unchanged because of an overflow."""
-        self._read()
-        return bool(self._overflowed) or self._found_external
+        return bool(self._read())
 
     @property
     def stepped(self) -> bool:
@@ -143,22 +134,21 @@ class StepOutcome:
         "overflow": inf or nan in the gradients. "found_inf": only a flag that other code had set on the optimizer."""
         if not self.skipped:
             return None
-        return OVERFLOW if self._overflowed else FOUND_INF
+        return OVERFLOW if self.overflowed else FOUND_INF
 
     @property
     def overflowed(self) -> tuple[int, ...]:
         """The ids of the losses whose gradients were not finite. -1 means a backward outside of scale_loss."""
-        self._read()
-        return self._overflowed
+        return tuple(i for i in self._read() if i != FOUND_INF)
 
     @property
     def scales(self) -> dict[int, float]:
         """The scale of each loss that had a part in the step, by loss id."""
-        if not self._scales_are_read:
-            values = _numbers([_tensor_of(scale) for scale in self._scales.values()])
-            self._scales = dict(zip(self._scales, values, strict=True))
-            self._scales_are_read = True
-        return dict(self._scales)
+        factors = [f.value if isinstance(f, PerDevice) else f for f in self._scales.values()]
+        if any(isinstance(factor, Tensor) for factor in factors):
+            factors = gathered([torch.as_tensor(factor, dtype=torch.float32) for factor in factors]).tolist()
+            self._scales = dict(zip(self._scales, factors, strict=True))
+        return {i: float(scale) for i, scale in self._scales.items()}
 
     @property
     def scale(self) -> float | None:
@@ -192,11 +182,10 @@ class StepOutcome:
     def numbers(self) -> dict[Number, Tensor | float]:
         """The numbers of the step, for the history: one-element tensors, or floats once they were read. No host
         sync."""
-        result: dict[Number, Tensor | float] = {("overflowed", i): 1.0 for i in self._overflowed}
-        for i, flag in (self._flags or {}).items():
-            result["overflowed", i] = flag
-        if self._external is not None or self._found_external:
-            result["found_inf", 0] = 1.0 if self._external is None else self._external
+        flags: dict[Any, Tensor | float] = {**dict.fromkeys(self._raised, 1.0), **self._flags}
+        result: dict[Number, Tensor | float] = {
+            ("found_inf", 0) if i == FOUND_INF else ("overflowed", i): flag for i, flag in flags.items()
+        }
         for i, scale in self._scales.items():
             result["scale", i] = scale.value if isinstance(scale, PerDevice) else scale
         if self._norm is not None:
@@ -207,15 +196,8 @@ class StepOutcome:
         """Sets the parameters with non-finite gradients, if they were found in time."""
         self._culprits = culprits
 
-    def resolve(self) -> StepOutcome:
-        """Reads everything except scales and norm, and frees the tensors. Host sync."""
-        self._read()
-        _ = self.culprits
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        self.resolve()
-        _ = self.scales, self.grad_norm
+        _ = self.culprits, self.scales, self.grad_norm, self._read()
         return self.__dict__.copy()
 
     def __repr__(self) -> str:
@@ -238,8 +220,3 @@ def gathered(numbers: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(numbers))
     device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
     return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
-
-
-def _numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of one-element tensors on any mix of devices. One host sync."""
-    return gathered(tensors).tolist()

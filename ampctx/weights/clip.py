@@ -157,8 +157,8 @@ def _clip(
     has_all = known is not None and len(known) == len(found)
     if not (has_all or pending or in_graph) and masters.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
-        for each in list(masters.ALIVE) if without else ():
-            each.refuse_to_clip(without)
+        for alive in list(masters.ALIVE) if without else ():
+            alive.refuse_to_clip(without)
     grads: Sequence[Tensor]
     touched = _without(pending, found)
     if known is not None:

@@ -7,8 +7,7 @@ import torch
 from kit import OPTIMIZERS
 from torch import nn
 
-from ampctx import clip_grad_norm_
-from ampctx.scaling.grad_scaler import GradScaler
+from ampctx import GradScaler, clip_grad_norm_
 
 ITERATIONS = 220
 OVERFLOWS = {0, 1, 17, 50, 51, 52, 133, 219}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kit import parameter, ready
 
+from ampctx import GradScaler
 from ampctx._errors import AmpAssertionError, AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.scaling.grad_scaler import GradScaler
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
@@ -72,13 +72,6 @@ def test_a_closure_by_position_is_an_error_too():
     scaler, optimizer = ready(parameter([1.0]))
     with pytest.raises(AmpError, match="Closure use is not currently supported"):
         scaler.step(optimizer, lambda: None)
-
-
-def test_a_tracker_without_a_scale_is_an_error():
-    scaler = GradScaler("cpu")
-    scaler._growth_tracker = torch.zeros((), dtype=torch.int32)
-    with pytest.raises(AmpAssertionError, match="_growth_tracker initialized before _scale"):
-        scaler.scale(torch.ones(()))
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,7 @@ import pytest
 import torch
 from kit import backward, mlp
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp import GradScaler
-from ampctx.scaling.formats import (
-    is_amp_state,
-    is_grad_scaler_state,
-    to_amp_state,
-    to_grad_scaler_state,
-)
+from ampctx import AmpKeyError, AmpTypeError, AmpValueError, GradScaler
 
 TORCH = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 17}
 APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}}
@@ -77,8 +70,6 @@ def test_a_state_of_torch_for_several_losses_is_an_error_with_the_way_out(sessio
     with pytest.raises(AmpValueError, match=way_out):
         session.load_state_dict(TORCH)
     assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
-    session.load_state_dict(to_amp_state(TORCH, num_losses=2))
-    assert session.state_dict() == {f"loss_scaler{i}": APEX["loss_scaler0"] for i in range(2)}
 
 
 @pytest.mark.parametrize("key", TORCH)
@@ -177,8 +168,6 @@ def test_several_scales_of_apex_are_an_error_that_names_them():
     with pytest.raises(AmpValueError, match=r"2 loss scales \(loss_scaler0, loss_scaler1\).*to_grad_scaler_state"):
         scaler.load_state_dict(TWO)
     assert scaler.get_scale() == 64.0
-    scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 3)
 
 
 def test_a_bad_entry_of_apex_changes_no_grad_scaler():
@@ -200,50 +189,11 @@ def test_a_grad_scaler_takes_dicts_only(state):
         GradScaler("cpu").load_state_dict(state)
 
 
-# --- one into the other -----------------------------------------------------------------------------------------------
-
-
-def test_amps_state_goes_to_torch_and_back(session):
+def test_a_later_format_is_refused_by_its_number(session):
+    scaler, later = GradScaler("cpu", 64.0), {**TORCH, "format": 2}
     init(session)
-    session.load_state_dict(APEX)
-    state = to_grad_scaler_state(session.state_dict())
-    assert state == TORCH
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(state)
-    assert (theirs.get_scale(), theirs._get_growth_tracker()) == (512.0, 17)
-    assert to_amp_state(theirs.state_dict()) == APEX
-
-
-def test_the_settings_that_are_written_are_those_of_amp(session):
-    init(session)
-    scale, state = session.loss_scales[0], to_grad_scaler_state(session.state_dict())
-    for name in ("growth_factor", "backoff_factor", "growth_interval"):
-        assert state[name] == getattr(scale, name)
-
-
-@pytest.mark.parametrize(
-    ("convert", "kind", "message"),
-    [
-        (lambda: to_grad_scaler_state(TWO), AmpValueError, r"2 loss scales \(loss_scaler0, loss_scaler1\)"),
-        (lambda: to_grad_scaler_state(TWO, 2), AmpKeyError, 'no "loss_scaler2", only: loss_scaler0, loss_scaler1'),
-        (lambda: to_grad_scaler_state(TWO, True), AmpTypeError, "loss_id must be an int"),
-        (lambda: to_grad_scaler_state({}), AmpKeyError, 'no "loss_scaler0", only: none'),
-        (lambda: to_grad_scaler_state(TORCH), AmpKeyError, 'Unexpected key.*"scale"'),
-        (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
-        (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
-        (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
-    ],
-    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
-)
-def test_what_cannot_be_converted(convert, kind, message):
-    with pytest.raises(kind, match=message):
-        convert()
-
-
-@pytest.mark.parametrize(
-    ("state", "amp", "torch_"),
-    [(APEX, True, False), (TORCH, False, True), ({}, False, False), (None, False, False), ({"epoch": 3}, False, False)],
-    ids=["apex", "torch", "empty", "none", "other"],
-)
-def test_formats_are_told_apart(state, amp, torch_):
-    assert (is_amp_state(state), is_grad_scaler_state(state)) == (amp, torch_)
+    for load in (scaler.load_state_dict, session.load_state_dict):
+        with pytest.raises(AmpValueError, match="has format 2, and this version of ampctx reads format 1"):
+            load(later)
+        load({**TORCH, "format": 1})
+    assert scaler.get_scale() == session.state_dict()["loss_scaler0"]["loss_scale"] == 512.0

@@ -203,10 +203,7 @@ class LossScaler:
     # --- unscaling ----------------------------------------------------------------------------------------------------
 
     def _inv_scale(self, tensors: Sequence[Tensor]) -> Factor:
-        if self._of.is_identity or not tensors:
-            return 1.0
-        self._of.scale_on(tensors[0].device)
-        return self._of.inv_scale()
+        return self._of.inv_scale(tensors[0].device) if tensors else 1.0
 
     def unscale(
         self,

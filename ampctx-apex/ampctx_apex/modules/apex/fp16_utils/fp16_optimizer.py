@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ampctx_apex.checkpoints import paired
+from ampctx_apex.checkpoints import fp16_optimizer_entry, paired
 from torch import Tensor
 
 from ampctx import AmpError, AmpKeyError, AmpTypeError, clip_grad_norm_
-from ampctx.spi import MasterParams, check_scale, fp16_optimizer_entry
+from ampctx.spi import MasterParams, check_scale
 
 from ..amp._stash import WITH_MASTERS, Groups
 from ..amp.scaler import LossScaler
