@@ -31,6 +31,9 @@ from ampctx.weights.step import takes_step
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
+# Until the next block, the value and the version of 16-bit parameters without a master that were loaded in fp32: one that
+# joins an optimizer or is unfrozen then gets all bits.
+LOADED: Any = WeakIdKeyDictionary()
 
 
 @torch.no_grad()
@@ -184,6 +187,10 @@ class MasterParams:
             _move_state(optimizer, p, master, torch.float32)
         self.pairs, self.params_without_master, self._frozen = pairs, plain, frozen
         self._derive(optimizer)
+        for p, _ in made:
+            value, version = LOADED.pop(p, (None, 0))
+            if version == version_of(p):
+                self.take_loaded(p, value)
         for p in (*plain, *(p for p, _ in made)) if drop_grads else ():
             if id(p) not in known and p.grad is not None:
                 p.grad = None
@@ -364,6 +371,8 @@ class MasterParams:
 
         Versions tell what was written. Weights that ``unsure`` names count as written; ``weights_final`` ends that.
         """
+        if weights_final and LOADED:
+            LOADED.clear()
         if not self.pairs:
             return
         if self.ahead:

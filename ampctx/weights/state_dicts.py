@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.casts.arguments import ModelHook, Undo
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.weights.masters import ALIVE, MasterParams, resynced
+from ampctx.kernels.tensor_loops import version_of
+from ampctx.weights.masters import ALIVE, LOADED, MasterParams, resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
@@ -55,7 +56,7 @@ class _MastersFollow(ModelHook):
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         named = module.named_parameters(recurse=False, remove_duplicate=False)
-        own: dict[str, Tensor] = {name: p for name, p in named if _masters_with(p)}
+        own: dict[str, Tensor] = {name: p for name, p in named if p.dtype in LOW_PRECISION}
         for masters in {masters for p in own.values() for masters in _masters_with(p)}:
             masters.resync()
         _model_changed(own.values())
@@ -67,8 +68,11 @@ class _MastersFollow(ModelHook):
         incoming, self._incoming = self._incoming, []
         for own, state_dict, prefix in incoming:
             for name, p in own.items():
-                for masters in _masters_with(p):
-                    masters.take_loaded(p, state_dict.get(prefix + name))
+                value = state_dict.get(prefix + name)
+                for masters in (owners := _masters_with(p)):
+                    masters.take_loaded(p, value)
+                if not owners and isinstance(value, Tensor):
+                    LOADED[p] = value, version_of(p)
         # Includes modules that were added later and have no hooks.
         _model_changed(list(module.parameters()))
 
