@@ -18,7 +18,7 @@ ROOMS = {
     "kernels": r"ampctx\.kernels(\.\w+)?",
     "public names of kernels": r"ampctx\.(ops|optimizer_ops|foreach|multi_tensor_apply)",
     "casts": r"ampctx\.casts(\.\w+)?",
-    "masters": r"ampctx\.masters(\.\w+)?",
+    "weights": r"ampctx\.weights(\.\w+)?",
     "scaling": r"ampctx\.scaling(\.\w+)?",
     "optimizers": r"ampctx\.optimizers(\.\w+)?",
     "amp": r"ampctx\.amp(\.\w+)?",

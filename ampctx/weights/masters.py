@@ -272,7 +272,7 @@ class MasterParams:
                     f"clip_grad_norm_: {self._name_of(p)} has no gradient, and clipping would not reach it. The "
                     "scale_loss block has moved it, unscaled, to the fp32 master weight. Pass "
                     "amp.master_params(optimizer) instead of model.parameters(). See "
-                    "docs/errors.md#had-grad-none-when-gradients-were-clipped-after-a-scale_loss-block."
+                    "docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
                 )
 
     def nothing_changed(self, optimizer: Any) -> bool:
