@@ -188,9 +188,9 @@ class OptimizerBinding:
 
     def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.follow_groups()
+        self.masters.resync()
         if self.masters.unsure:
-            self.masters.round_broadcast(self._optimizer())
-        self.masters.resync(weights_final)
+            self.masters.settle(self._optimizer(), weights_final)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect()
 

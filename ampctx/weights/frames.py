@@ -381,7 +381,9 @@ class Frames:
     def forget(self) -> None:
         """Drops what was set aside: the program has zeroed the gradients."""
         tensor_loops.clear_grads(self._masters.params_with_master, False)
-        self._masters.place.pending = self.checked = None
+        if self._masters.place.pending is not None:
+            self._masters.place.pending.drop()
+        self.checked = None
         if self.window is not None:
             self.frames.clear()
         for frame in self.frames:

@@ -365,20 +365,15 @@ class MasterParams:
         self.unsure = self.were_restored = True
 
     @torch.no_grad()
-    def resync(self, weights_final: bool = False) -> None:
+    def resync(self) -> None:
         """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
         master, the master takes its value; where only the master was written, the weight is rounded again.
 
-        Versions tell what was written. Weights that ``unsure`` names count as written; ``weights_final`` ends that.
+        Versions tell what was written. While ``unsure``, every weight counts as written.
         """
-        if weights_final and LOADED:
-            LOADED.clear()
-        if not self.pairs:
-            return
         if self.ahead:
             self.copy_to_model()
-        now = self._counts()
-        if now == self._agreed and not self.unsure:
+        if not self.pairs or ((now := self._counts()) == self._agreed and not self.unsure):
             return
         former = {i: rest for i, *rest in tensor_loops.counts_in(self._agreed)}
         written = {i for i, *rest in tensor_loops.counts_in(now) if former.get(i, rest) != rest}
@@ -392,9 +387,6 @@ class MasterParams:
             params, masters = map(list, zip(*rounded, strict=True))
             foreach.scale(masters, params, Unread(), 1.0)
         self.agree()
-        if weights_final:
-            self.unsure = self.were_restored = self.were_loaded = False
-            self._loaded = {}
 
     @torch.no_grad()
     def round_again(self) -> None:
@@ -403,15 +395,20 @@ class MasterParams:
             self.resync()
 
     @torch.no_grad()
-    def round_broadcast(self, optimizer: Any) -> None:
-        """Rounds masters that a load has set if a broadcast has written their weights since. Ranks that loaded nothing
-        know only the rounded weights.
+    def settle(self, optimizer: Any, weights_final: bool) -> None:
+        """After a ``resync`` while ``unsure``. ``weights_final``: no broadcast of weights can still come.
 
-        Not if optimizer state or masters were loaded, too: every rank loads those.
+        Rounds masters that a load has set if a broadcast has written their weights since: ranks that loaded nothing
+        know only the rounded weights. Not if optimizer state or masters were loaded, too: every rank loads those.
         """
         for p, master in self.pairs if self._loaded and not self.were_restored else ():
             if self._loaded.get(id(p), version_of(p)) != version_of(p) and not optimizer.state.get(master):
                 master.copy_(p)
+        self.agree()
+        if weights_final:
+            self.unsure = self.were_restored = self.were_loaded = False
+            self._loaded = {}
+            LOADED.clear()
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, master) for those of the model parameters that have a master here."""
@@ -463,7 +460,8 @@ class MasterParams:
 
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None, pending gradients included."""
-        self.place.pending = None
+        if self.place.pending is not None:
+            self.place.pending.drop()
         if self.pairs and not tensor_loops.have_no_grad(self.masters, True):
             for master in self.masters:
                 if stored_grad(master) is not None:

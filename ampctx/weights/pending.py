@@ -35,7 +35,7 @@ class Place:
             with self._lock:
                 if (pending := self.pending) is not None:
                     pending.write()
-                    self.pending = None
+                    pending.drop()
 
 
 class MasterParam(nn.Parameter):
@@ -98,6 +98,7 @@ class Pending:
         last: bool = False,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
+        self.ids = list(map(id, masters))
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
@@ -110,10 +111,6 @@ class Pending:
     def grads(self) -> dict[Tensor, Tensor]:
         """The gradients by master."""
         return dict(zip(self.masters, self.values, strict=True))
-
-    @cached_property
-    def ids(self) -> list[int]:
-        return list(map(id, self.masters))
 
     def not_finite(self) -> set[int]:
         """The ids of the masters whose gradients had a non-finite norm when they arrived. Host sync."""
@@ -158,6 +155,12 @@ class Pending:
             there = stored_grad(master)
             _GRAD.__set__(master, grad if there is None else grad + there)
 
+    def drop(self) -> None:
+        """Forgets the gradients. The norms stay, to name the non-finite ones."""
+        self.place.pending = None
+        self.masters, self.values = [], []
+        self.__dict__.pop("grads", None)
+
     def is_alone(self) -> bool:
         """Whether no master has another gradient: autograd writes one past the property."""
         return bool(tensor_loops.have_no_grad(list(self.masters), True))
@@ -189,7 +192,7 @@ def clear_grads(params: list[Tensor]) -> None:
     """``grad = None`` for each. Pending gradients of these parameters alone are dropped. No host sync."""
     for pending, is_whole in _pending_of(params):
         if is_whole:
-            pending.place.pending = None
+            pending.drop()
         else:
             pending.place.materialize()
     tensor_loops.clear_grads(params, True)

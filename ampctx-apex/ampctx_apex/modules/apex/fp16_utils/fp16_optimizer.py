@@ -167,7 +167,9 @@ class FP16_Optimizer:
         """Unscales: gradients of 16-bit parameters into those of their masters, the others in place. Sets ``overflow``
         and moves the scale. Once for each step. A host sync for a dynamic scale."""
         self._take_in()
-        self._masters.resync(weights_final=True)
+        self._masters.resync()
+        if self._masters.unsure:
+            self._masters.settle(self.optimizer, weights_final=True)
         # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
         model_grads, master_grads = _grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.params_without_master if p.grad is not None]
@@ -273,7 +275,9 @@ class FP16_Optimizer:
         pairs = paired(groups, state_dict[key], key)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         # From here on the masters are what counts, whatever the model's weights are.
-        self._masters.resync(weights_final=True)
+        self._masters.resync()
+        if self._masters.unsure:
+            self._masters.settle(self.optimizer, weights_final=True)
         for master, value in pairs:
             master.copy_(value)
 
