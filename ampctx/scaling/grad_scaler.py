@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,15 +45,13 @@ from ampctx.weights.step import declares
 logger = logging.getLogger("ampctx")
 
 # The errors of calls at the wrong stage, as torch begins them.
+_SEE = "See docs/errors.md#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
 _OUT_OF_ORDER = {
     ("unscale_", OptState.UNSCALED): "unscale_() has already been called on this optimizer since the last update(). "
-    "Call unscale_, step and update once per step, after the last backward. See docs/errors.md"
-    "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update.",
-    ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before step(), after the last "
-    "backward.",
+    f"Call unscale_, step and update once per step, after the last backward. {_SEE}",
+    ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before, after the last backward.",
     ("step", OptState.STEPPED): "step() has already been called since the last update(). Call update() after the last "
-    "optimizer's step(). See docs/errors.md"
-    "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update.",
+    f"optimizer's step(). {_SEE}",
 }
 
 
@@ -109,22 +106,18 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Args:
-        device: device type of the model, "cuda" by default. Without CUDA a warning, and the scaler is disabled.
-        init_scale: the first scale, 2**16 by default.
-        growth_factor: > 1, 2 by default.
-        backoff_factor: between 0 and 1, 0.5 by default.
-        growth_interval: clean updates in a row before the scale grows, 2000 by default.
-        enabled: False turns every method into a pass-through, and ignores the other arguments.
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, with its defaults. A
+            disabled scaler passes everything through. On "cuda" without CUDA it warns, and is disabled.
         min_scale, max_scale: bounds of the scale, 0 and inf by default.
         hysteresis: overflows in a row before the scale falls, 1 by default.
-        max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. After one
-            more skip ``step`` raises AmpStallError. An optimizer that skips on the device raises a few steps later,
-            because the host does not wait for the device. None, the default: any number.
+        max_consecutive_skips: how many steps of an optimizer in a row may be skipped, at least 1. After one more
+            ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
+            does not wait for it. None, the default: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
-            if ranks hold different gradients. The check of each optimizer, in ``unscale_`` or ``step``, is then an
-            all_reduce of three numbers, and every rank must take part, with or without gradients: else AmpRankError,
-            also if the scales differ. Over NCCL the first and every 1,000th of them is a host sync, to compare the
-            scales. A scaler with a group cannot be pickled. Ranks of a DTensor mesh always agree.
+            if ranks hold different gradients. The check of each optimizer is then an all_reduce of six numbers. Every
+            rank must take part, with or without gradients: else AmpRankError, also if the scales differ. Over NCCL the
+            first and every 1,000th of them is a host sync, to compare the scales. A scaler with a group cannot be
+            pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
 
     Raises:
@@ -187,11 +180,8 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies ``outputs`` by the scale. No host sync.
 
         Args:
-            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested.
-
-        Returns:
-            The products. Lists and tuples keep their type, other iterables become iterators. A disabled scaler returns
-            ``outputs`` itself.
+            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested. Lists and tuples keep
+                their type, other iterables become iterators. A disabled scaler returns ``outputs`` itself.
 
         Raises:
             AmpValueError: ``outputs`` has an element that is neither a tensor nor an iterable of tensors.
@@ -225,8 +215,7 @@ class GradScaler(torch.amp.GradScaler):
         Optional: ``step`` unscales otherwise. Call it once per step, after the last backward, to clip or read unscaled
         gradients. Coalesces sparse gradients, and stores the result in ``.grad``.
 
-        Args:
-            optimizer: any torch optimizer with fp32, bf16, fp64 or complex gradients.
+        Takes fp32, bf16, fp64 and complex gradients.
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5),
@@ -287,9 +276,6 @@ class GradScaler(torch.amp.GradScaler):
         Frameworks override this method, so its four arguments and their order must stay.
         """
         parameters = _params(optimizer)
-        for where, p in () if all(map(isinstance, parameters, repeat(Tensor))) else _placed(optimizer):
-            if not isinstance(p, Tensor):
-                raise AmpAssertionError(f"{where} must be a tensor, got {type(p).__name__}")
         if any_sharded(parameters):
             place_grads(parameters)
         found, known = read_grads(parameters)
@@ -345,11 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         cannot skip (a group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
 
         After the step, gradients in ``.grad`` are unscaled; a step that the device skipped leaves them scaled. Without
-        any gradient nothing changes, and ampctx warns once.
-
-        Args:
-            optimizer: any torch optimizer.
-            *args, **kwargs: passed to its ``step``. No closure.
+        any gradient nothing changes, and ampctx warns once. ``args`` and ``kwargs`` must hold no closure.
 
         Returns:
             The result of ``optimizer.step``, None for a skipped step.

@@ -122,7 +122,7 @@ def test_it_keeps_the_latest_steps_alone(session, length, often):
 
 def test_what_is_kept_is_bounded(session):
     """However many steps go by without anybody asking, for the memory of a device, too."""
-    model, optimizer = start(session, "O1", KINDS["on-device"], history=100)
+    model, optimizer = start(session, "O1", KINDS["on-device"], history=64)
 
     def alive_after(steps):
         for _ in range(steps):
@@ -130,8 +130,8 @@ def test_what_is_kept_is_bounded(session):
         gc.collect()
         return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
-    assert alive_after(320) == alive_after(320)
-    assert len(session.history().step) == 100
+    assert alive_after(192) == alive_after(192)
+    assert len(session.history().step) == 64
 
 
 def test_several_losses(session):
