@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "the device goes by the flag of the last loss", "ampctx",
-        "optimizer.found_inf = join_flags(flags, flags[0].device)", "optimizer.found_inf = flags[-1]",
+        "flag = join_flags(flags, flags[0].device) if flags", "flag = flags[-1] if flags",
         f"{STEPS} {ROWS}outcome_of_each_step.py",
     ),
     Fault(
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "an overflow whose check was delayed does not move the scale", "ampctx",
-        "found_inf = torch.maximum(self.deferred[scale].to(found_inf.device), found_inf)", "pass",
+        "found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)", "pass",
         f"{AMP}overflow.py {AMP}delayed_blocks.py {AMP}scale_loss.py {AMP}device_steps.py",
     ),
     Fault(
@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "an overflow within a closure is forgotten", "ampctx",
-        "found.extend(overflowed(binding.take_flags()))", "binding.take_flags()", f"{ROWS}closures_and_sam.py",
+        "found.extend(overflowed(binding.flags.take()))", "binding.flags.take()", f"{ROWS}closures_and_sam.py",
     ),
     Fault(
         "ranks skip where all of them overflow", "ampctx",
@@ -176,8 +176,7 @@ FAULTS = [
     # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
     Fault(
         "a block checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)",
-        "foreach.l2norm(grads, found_inf)", STEPS,
+        "foreach.scale(given, given, found_inf, factor, last)", "foreach.l2norm(given, found_inf)", STEPS,
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",
@@ -186,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "gradients of masters are read scaled", "ampctx",
-        "foreach.scale(grads, wide, Unread(), self.inv_scale)", "foreach.scale(grads, wide, Unread(), 1.0)",
+        "foreach.scale(self.values, wide, Unread(), self.inv_scale)", "foreach.scale(self.values, wide, Unread(), 1.0)",
         f"{AMP}model_grads.py {AMP}scale_loss.py",
     ),
     Fault(
@@ -195,23 +194,21 @@ FAULTS = [
     ),
     Fault(
         "a block drops the gradients from before", "ampctx",
-        "foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0,",
-        "foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0,",
+        "foreach.axpby(arrived, before, arrived, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
     ),
     Fault(
         "a block drops what its masters had", "ampctx",
-        "foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0,",
-        "foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(new, totals, totals, found_inf, factor, 1.0,",
+        "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
     ),
     Fault(
-        "a nested block adds to what the block around it has stashed", "ampctx",
-        "self._stack[0].stash.update(block.outcome.stashed)", "self._stack[-2].stash.update(block.outcome.stashed)",
-        f"{AMP}nested_blocks.py",
+        "a nested block adds to what the block around it has set aside", "ampctx",
+        "base = self.frames[0].saved", "base = self.frames[-2 if nested else 0].saved", f"{AMP}nested_blocks.py",
     ),
     Fault(
-        "a nested block reads what the block around it has stashed", "ampctx",
-        "outer = self._stack[0] if block.nested else None", "outer = self._stack[-2] if block.nested else None",
-        f"{AMP}nested_blocks.py",
+        "a nested block keeps the gradients of the block around it", "ampctx",
+        "of_params = {p: frame.saved.get(p) for p in", "of_params = {p: None for p in", f"{AMP}nested_blocks.py",
     ),
     Fault(
         "ranks add gradients up without dividing", "ampctx",
@@ -287,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "fp32 values that are loaded do not set masters", "ampctx",
-        "masters.take_loaded(p, state_dict.get(prefix + name))", "pass", f"{ROWS}plain_checkpoints.py",
+        "masters.take_loaded(p, value)\n                if", "pass\n                if", f"{ROWS}plain_checkpoints.py",
     ),
     Fault(
         "one rank's masters have bits that another's lack", "ampctx",
@@ -399,12 +396,11 @@ FAULTS = [
     ),
     Fault(
         "an exception takes the gradients from before along", "ampctx",
-        "p.grad = was_there.get(p)", "p.grad = None", f"{ROWS}exceptions_anywhere.py",
+        "p.grad = before.get(p)", "p.grad = None", f"{ROWS}exceptions_anywhere.py",
     ),
     Fault(
         "a first_step may follow a first_step", "ampctx",
-        '"first_step": Row(_BETWEEN, StackChange.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED},',
-        '"first_step": Row(_BETWEEN, StackChange.CLEAR, dict.fromkeys(_BETWEEN_STEPS, PERTURBED),',
+        "if binding.restore_unperturbed is not None:\n        raise", "if False:\n        raise",
         f"{AMP}perturbed_weights.py",
     ),
     Fault(
@@ -414,7 +410,7 @@ FAULTS = [
     ),
     Fault(
         "incomplete sums may be stepped", "ampctx",
-        "self.incomplete |= committing", "pass", f"{ROWS}exceptions_anywhere.py",
+        "if self.gradients.incomplete:\n            raise", "if False:\n            raise", f"{ROWS}exceptions_anywhere.py",
     ),
     Fault(
         "fp16 gradients are unscaled", "ampctx",
