@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import weakref
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp import export, named_state, ranks, state
 from ampctx.amp.binding import OptimizerBinding
@@ -250,23 +248,7 @@ class SessionState:
             AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
             AmpError: before ``initialize``.
         """
-        check_process_group(group, "group")
-        if self.policy is None:
-            raise AmpError(
-                "amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank."
-            )
-        if group is None and not is_distributed():
-            return
-        if len(self._bindings) > 1:
-            # Each rank collects a former optimizer at another time.
-            gc.collect()
-        bindings = list(self._bindings.values())
-        # An optimizer keeps the scales of its own initialize call.
-        scales = dict.fromkeys([*self.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
-        facts = [*ranks.of_scales(list(scales)), ranks.of_level(self.policy)]
-        if same_parameters:
-            facts += ranks.of_replicas(bindings, self.policy)
-        ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
+        ranks.check_ranks(self, group, same_parameters)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
