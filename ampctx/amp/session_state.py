@@ -357,8 +357,9 @@ class SessionState:
     def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
         """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
 
-        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. ``amp.Stateful`` is this method
-        of the default session.
+        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, which need
+        the memory of the state once more: a load that fails changes nothing. ``amp.Stateful`` is this method of the
+        default session.
 
         Args:
             model, optimizers: as in ``get_state_dict``.
@@ -366,6 +367,6 @@ class SessionState:
 
         Returns:
             An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
-            ``set_state_dict`` of these.
+            ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
         """
         return named_state.Stateful(self, model, optimizers, options)
