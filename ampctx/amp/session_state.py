@@ -357,9 +357,9 @@ class SessionState:
     def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
         """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
 
-        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so
-        that a load that fails changes nothing; they need the memory of the state once more. ``amp.Stateful`` is this method
-        of the default session.
+        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
+        load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
+        the default session.
 
         Args:
             model, optimizers: as in ``get_state_dict``.
