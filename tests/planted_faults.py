@@ -371,7 +371,7 @@ FAULTS = [
     ),
     Fault(
         "an optimizer keeps its new state where another refuses", "ampctx",
-        'undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)', "pass",
+        'undo.callback(getattr(optimizer, "__setstate__", vars(optimizer).update), former)', "pass",
         f"{ROWS}named_state.py",
     ),
     Fault(
