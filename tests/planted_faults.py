@@ -368,7 +368,7 @@ FAULTS = [
     ),
     Fault(
         "an optimizer keeps its new state where another refuses", "ampctx",
-        'undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)', "pass",
+        'undo.callback(getattr(optimizer, "__setstate__", vars(optimizer).update), former)', "pass",
         f"{ROWS}named_state.py",
     ),
     Fault(
@@ -410,7 +410,8 @@ FAULTS = [
     ),
     Fault(
         "incomplete sums may be stepped", "ampctx",
-        "if self.gradients.incomplete:\n            raise", "if False:\n            raise", f"{ROWS}exceptions_anywhere.py",
+        "if self.gradients.incomplete:\n            raise", "if False:\n            raise",
+        f"{ROWS}exceptions_anywhere.py",
     ),
     Fault(
         "fp16 gradients are unscaled", "ampctx",

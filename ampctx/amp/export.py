@@ -33,13 +33,12 @@ def masters_of(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
 def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
     """Model parameter -> a copy of the master that its optimizer keeps, from ``param_groups_master`` as in apex."""
     result: dict[Tensor, Tensor] = {}
-    for binding in bindings:
-        groups = binding.optimizer.param_groups
-        for group, shown in zip(groups, getattr(binding.optimizer, "param_groups_master", ()), strict=False):
+    for optimizer in (binding.optimizer for binding in bindings):
+        for group, shown in zip(optimizer.param_groups, getattr(optimizer, "param_groups_master", ()), strict=False):
             for p, master in zip(group["params"], shown["params"], strict=True):
                 if master is not None and p.dtype in LOW_PRECISION:
                     # Where the model was changed, use its value, as the next step would.
-                    is_split = EXTRAS["split"] in binding.optimizer.state.get(p, {})
+                    is_split = EXTRAS["split"] in optimizer.state.get(p, {})
                     rounded = split(master)[0] if is_split else master.to(p.dtype)
                     here = p.detach().to(master.device)  # an optimizer with offload has its masters on the CPU
                     result[p] = torch.where(rounded == here, master, here.to(master.dtype))
@@ -76,22 +75,16 @@ def master_state_dict(model: nn.Module, bindings: list[OptimizerBinding], dtype:
     for key, value in state.items():
         if isinstance(value, Tensor):
             (part,) = local([value])  # a DTensor itself has no address
-            same = (part.data_ptr(), part.storage_offset(), value.shape, part.stride(), value.dtype)
-            to = _dtype(value, dtype)
-            if value.layout != torch.strided or part.numel() == 0:
-                state[key] = value.detach().to(to, copy=True)
-                continue
+            same: tuple[Any, ...] = (key,)
+            if value.layout == torch.strided and part.numel():
+                same = (part.data_ptr(), part.storage_offset(), value.shape, part.stride(), value.dtype)
             if same not in copies:
+                to = value.dtype
+                if to in _CAST:  # float32 must not narrow float64 entries
+                    to = torch.promote_types(to, dtype) if dtype == torch.float32 else dtype
                 copies[same] = value.detach().to(to, copy=True)
             state[key] = copies[same]
     return state
-
-
-def _dtype(value: Tensor, wanted: torch.dtype) -> torch.dtype:
-    if value.dtype not in _CAST:
-        return value.dtype
-    # float32 must not narrow float64 entries.
-    return torch.promote_types(value.dtype, wanted) if wanted == torch.float32 else wanted
 
 
 @torch.no_grad()

@@ -120,12 +120,6 @@ class _Member(NamedTuple):
         return self.names[0]
 
 
-class _Stepped(NamedTuple):
-    optimizer: Any
-    binding: OptimizerBinding | None
-    members: list[_Member]
-
-
 class _NamedRun:
     """A model and its optimizers, by name. ``call``: the public function, for messages."""
 
@@ -142,18 +136,19 @@ class _NamedRun:
         names = defaultdict[int, list[str]](list)
         for name, p in self.params.items():
             names[id(p)].append(name)
+        self.bindings: list[OptimizerBinding] = []
         self.optimizers = [self._stepped(each, names) for each in as_list(optimizers, "optimizer", is_optimizer)]
-        self.bindings = [each.binding for each in self.optimizers if each.binding is not None]
         owner: dict[str, Any] = {}
-        for each in self.optimizers:
-            for m in each.members:
-                if owner.setdefault(m.name, each.optimizer) is not each.optimizer:
+        for optimizer, members in self.optimizers:
+            for m in members:
+                if owner.setdefault(m.name, optimizer) is not optimizer:
                     raise AmpError(f"{call}: two optimizers step {m.name}. Pass each parameter to one optimizer.")
 
-    def _stepped(self, optimizer: Any, names: Mapping[int, list[str]]) -> _Stepped:
+    def _stepped(self, optimizer: Any, names: Mapping[int, list[str]]) -> tuple[Any, list[_Member]]:
         binding = self.session._watched(optimizer, self.call.removeprefix("amp.")) if self.on else None
         if binding is not None:
             binding.follow_groups()
+            self.bindings.append(binding)
         inner = optimizer.optim if isinstance(optimizer, LARC) else optimizer
         in_groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
         params = [p for _, p in in_groups] if binding is None else binding.model_params()
@@ -169,17 +164,17 @@ class _NamedRun:
             if member is p and p.dtype in LOW_PRECISION:
                 layout = inner.layout_of(p) if isinstance(inner, FusedOptimizer | SplitMasters) else "nearest"
             members.append(_Member(key, names[id(p)], member, p, group, layout))
-        return _Stepped(inner, binding, members)
+        return inner, members
 
     def _model_state(self) -> State:
         # Imported here, because the import is slow.
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         state: State = get_model_state_dict(self.model)
-        for each in self.optimizers:
-            if lost := [m.name for m in each.members if m.name not in state]:
+        for optimizer, members in self.optimizers:
+            if lost := [m.name for m in members if m.name not in state]:
                 raise AmpError(
-                    f"{self.call}: the model's state dict has no {lost[0]}, which {type(each.optimizer).__name__} "
+                    f"{self.call}: the model's state dict has no {lost[0]}, which {type(optimizer).__name__} "
                     "steps. Names of the state dict must be those of named_parameters(). For FSDP1 use fully_shard."
                 )
         return state
@@ -189,13 +184,13 @@ class _NamedRun:
     def saved(self) -> State:
         """The tree, with tensors of the run."""
         amp = amp_state.saved(self.session, self.bindings, self.call) if self.on else {}
-        for each in self.optimizers:
-            if any(m.layout in EXTRAS for m in each.members):
-                each.optimizer.masters_follow_model()
+        for optimizer, members in self.optimizers:
+            if any(m.layout in EXTRAS for m in members):
+                optimizer.masters_follow_model()
         model, optim, compensation, described = self._model_state(), {}, {}, {}
-        for number, each in enumerate(self.optimizers):
+        for number, (optimizer, members) in enumerate(self.optimizers):
             without_state = []
-            for m, state, is_made_up in self._states(each):
+            for m, state, is_made_up in self._states(optimizer, members):
                 if moments := _moments_of(state):
                     optim[m.name] = moments
                 if is_made_up:
@@ -205,22 +200,22 @@ class _NamedRun:
                     model.update(dict.fromkeys(m.names, m.p.detach().float() if exact is None else exact))
                 if "compensation" in state:
                     compensation[m.name] = state["compensation"]
-            if each.members:
+            if members:
                 of_amp = amp["optimizers"][number] if amp else {}
-                names = iter(each.members)
+                names = iter(members)
                 facts = {
                     "format": FORMAT,
-                    "type": type(each.optimizer).__name__,
+                    "type": type(optimizer).__name__,
                     "groups": [
                         {key: _mapped(value, plain) for key, value in group.items() if key != "param_names"}
                         | {"params": [next(names).name for _ in group["params"]]}
-                        for group in each.optimizer.param_groups
+                        for group in optimizer.param_groups
                     ],
-                    "layout": {m.name: m.layout for m in each.members},
-                    "without_state": self._without_state(each, without_state),
+                    "layout": {m.name: m.layout for m in members},
+                    "without_state": self._without_state(members, without_state),
                     **{key: of_amp[key] for key in _OF_AMP if key in of_amp},
                 }
-                described[each.members[0].name] = (facts,)
+                described[members[0].name] = (facts,)
         tree: State = {"model": model, "optim": optim, "optimizers": described}
         if compensation:
             tree["compensation"] = compensation
@@ -237,13 +232,13 @@ class _NamedRun:
                 tree["amp"][f"{KEY}{i}"] = {**numbers, "dynamic": scale.moves}
         return tree
 
-    def _without_state(self, each: _Stepped, here: list[str]) -> list[str]:
+    def _without_state(self, members: list[_Member], here: list[str]) -> list[str]:
         """The parameters that no rank has a state of. ``here``: those that this rank has none of, which may differ
         where ranks have parts of a parameter. One all_reduce for them."""
         found = dict.fromkeys(here)
-        grids = grids_of(m.member for m in each.members)
+        grids = grids_of(m.member for m in members)
         for grid in dict.fromkeys(grids.values()):
-            sharded: list[Any] = [(m.name, m.member) for m in each.members if is_sharded(m.member)]
+            sharded: list[Any] = [(m.name, m.member) for m in members if is_sharded(m.member)]
             parts = [name for name, member in sharded if grids.get(member.device_mesh) is grid]
             some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
             grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
@@ -252,29 +247,29 @@ class _NamedRun:
                     found.pop(name, None)
         return list(found)
 
-    def _states(self, each: _Stepped) -> Iterator[tuple[_Member, State, bool]]:
+    def _states(self, optimizer: Any, members: list[_Member]) -> Iterator[tuple[_Member, State, bool]]:
         """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
 
         The keys of a tree must not depend on the steps that were taken: torch.distributed.checkpoint loads into a tree
         of the run that resumes, which has taken none.
         """
-        found = each.optimizer.state_dict()["state"]
-        if unknown := found.keys() - {m.key for m in each.members}:
+        found = optimizer.state_dict()["state"]
+        if unknown := found.keys() - {m.key for m in members}:
             raise AmpError(
-                f"{self.call}: {type(each.optimizer).__name__} keeps state[{min(unknown, key=str)!r}], which belongs "
+                f"{self.call}: {type(optimizer).__name__} keeps state[{min(unknown, key=str)!r}], which belongs "
                 "to no parameter and has no name here. Save optimizer.state_dict() instead."
             )
-        for m in each.members:
+        for m in members:
             state = found.get(m.key, {})
             is_made_up = m.member.requires_grad and not _moments_of(state)
             if is_made_up:
                 try:
-                    state = {**_first_state_of(each.optimizer, m.group, m.member), **state}
+                    state = {**_first_state_of(optimizer, m.group, m.member), **state}
                 except Exception as error:
                     # LBFGS keeps the state of all parameters with the first one.
                     if not found:
                         raise AmpError(
-                            f"{self.call}: {type(each.optimizer).__name__} does not show which state it keeps: a step "
+                            f"{self.call}: {type(optimizer).__name__} does not show which state it keeps: a step "
                             f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first, or "
                             "save and load optimizer.state_dict()."
                         ) from error
@@ -298,8 +293,8 @@ class _NamedRun:
                 )
             typed(tree[key], dict, f'state_dict["{key}"]')
         saved = _read_facts(tree["optimizers"])
-        weights = self._checked_model(tree["model"])
-        members = [m for each in self.optimizers for m in each.members]
+        tree = {**tree, "model": self._checked_model(tree["model"])}
+        members = [m for _, of_one in self.optimizers for m in of_one]
         if unknown := tree["optim"].keys() - {m.name for m in members}:
             raise AmpKeyError(
                 f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps that parameter. Pass the '
@@ -310,11 +305,11 @@ class _NamedRun:
                 f'state_dict["optimizers"] has no "{new[0]}": no optimizer of the run that was saved stepped it, and '
                 "one steps it here. Pass optimizers the same parameters; add others after loading."
             )
-        values = dict(weights)
-        checkpoints = [self._checkpoint(each, tree, saved, weights, values) for each in self.optimizers]
+        values = dict(tree["model"])
+        checkpoints = [self._checkpoint(*each, tree, saved, values) for each in self.optimizers]
         found: list[Loader] = [lambda: self._load(values, checkpoints)]
         if self.on:
-            found += self._amp_loaders(tree["amp"], saved, weights, other_level)
+            found += self._amp_loaders(tree["amp"], saved, tree["model"], other_level)
         for m in members:
             if m.layout in _ROUNDED and (there := saved[m.name].layout) != m.layout and there in (*_FULL, "kahan"):
                 logger.warning(
@@ -341,12 +336,10 @@ class _NamedRun:
                 placed[name] = laid_out_as(given[name], self.params.get(name, like))
         return placed
 
-    def _checkpoint(
-        self, each: _Stepped, tree: Mapping[str, Any], saved: Mapping[str, _Was], weights: State, values: State
-    ) -> State:
+    def _checkpoint(self, optimizer: Any, members: list[_Member], tree: State, saved: _Facts, values: State) -> State:
         """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
         states: State = {}
-        for m, expected, _ in self._states(each):
+        for m, expected, _ in self._states(optimizer, members):
             state: State = {}
             if saved[m.name].has_state:
                 state = self._checked_state(m, tree["optim"], _moments_of(expected))
@@ -355,15 +348,15 @@ class _NamedRun:
                 if rest is not None:
                     checked(rest, m.p.shape, f'state_dict["compensation"]["{m.name}"]')
                     rest = laid_out_as(rest, m.p)
-                weight, state[EXTRAS[m.layout]] = divided(m.layout, weights[m.name].float(), m.p.dtype, rest)
+                weight, state[EXTRAS[m.layout]] = divided(m.layout, tree["model"][m.name].float(), m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[m.key] = state if isinstance(each.optimizer, FusedOptimizer) else _mapped(state, Tensor.clone)
-        here, names = each.optimizer.state_dict(), iter(each.members)
+                states[m.key] = state if isinstance(optimizer, FusedOptimizer) else _mapped(state, Tensor.clone)
+        here, names = optimizer.state_dict(), iter(members)
         groups = [
             {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
-            for group, actual in zip(here["param_groups"], each.optimizer.param_groups, strict=True)
+            for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True)
         ]
         return {**here, "state": states, "param_groups": groups}
 
@@ -392,7 +385,7 @@ class _NamedRun:
                 state[key] = laid_out_as(value, m.member)
         return state
 
-    def _amp_loaders(self, given: State, saved: Mapping[str, _Was], weights: State, other_level: bool) -> list[Loader]:
+    def _amp_loaders(self, given: State, saved: _Facts, weights: State, other_level: bool) -> list[Loader]:
         """Brings amp's part into the form of ``state``. At another level a scale that is static, there or here, stays
         as it is here."""
         level, there = self.session.policy.opt_level, entry(given, "opt_level", str, 'state_dict["amp"]')
@@ -408,11 +401,11 @@ class _NamedRun:
             scales = {key: scales[key] if key in move else scale.state_dict() for key, scale in kept.items()}
         optimizers = [
             {
-                **(saved[each.members[0].name].of_amp if each.members else {}),
-                "params": len(each.members),
-                "masters": {i: weights[m.name].float() for i, m in enumerate(each.members) if m.layout == "masters"},
+                **(saved[members[0].name].of_amp if members else {}),
+                "params": len(members),
+                "masters": {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"},
             }
-            for each in self.optimizers
+            for _, members in self.optimizers
         ]
         deferred = dict(entry(given, "deferred", tuple, 'state_dict["amp"]'))
         of_run = {"opt_level": level, "deferred": deferred, "optimizers": optimizers}
@@ -422,12 +415,12 @@ class _NamedRun:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         with ExitStack() as undo:
-            for each, checkpoint in zip(self.optimizers, checkpoints, strict=True):
+            for (optimizer, _), checkpoint in zip(self.optimizers, checkpoints, strict=True):
                 # Loading puts new objects in the places of these. It may refuse values, and then an optimizer that has
                 # loaded takes them back.
-                former = {"state": each.optimizer.state, "param_groups": each.optimizer.param_groups}
-                each.optimizer.load_state_dict(checkpoint)
-                undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)
+                former = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+                optimizer.load_state_dict(checkpoint)
+                undo.callback(getattr(optimizer, "__setstate__", vars(optimizer).update), former)
             undo.pop_all()
         set_model_state_dict(self.model, values)
 
@@ -441,7 +434,10 @@ class _Was(NamedTuple):
     of_amp: State
 
 
-def _read_facts(optimizers: Mapping[str, Any]) -> dict[str, _Was]:
+_Facts = Mapping[str, _Was]
+
+
+def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
     found = {}
     for first, value in optimizers.items():
         where = f'state_dict["optimizers"]["{first}"]'
@@ -459,7 +455,7 @@ def _read_facts(optimizers: Mapping[str, Any]) -> dict[str, _Was]:
     return found
 
 
-def _options(names: list[str], saved: Mapping[str, _Was], here: Mapping[str, Any]) -> State:
+def _options(names: list[str], saved: _Facts, here: Mapping[str, Any]) -> State:
     """The options of a group with these parameters. Tensors where ``here`` has them."""
     options = dict(saved[names[0]].options) if names else {}
     for name in names[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._collectives import maximum_over_ranks, ranks_of
-from ampctx._errors import AmpRankError
+from ampctx._collectives import check_process_group, is_distributed, maximum_over_ranks, ranks_of
+from ampctx._errors import AmpError, AmpRankError
 from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.step import OptimizerBinding
 from ampctx.kernels.sharding import is_sharded
@@ -30,6 +31,23 @@ class Fact(NamedTuple):
     def digest(self) -> int:
         """63 bits, so that it has a negative in int64."""
         return int.from_bytes(hashlib.blake2b(repr(self.value).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def check_ranks(session: Any, group: Any, same_parameters: bool) -> None:
+    """See ``AmpSession.check_ranks``."""
+    check_process_group(group, "group")
+    if session.policy is None:
+        raise AmpError("amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank.")
+    if group is None and not is_distributed():
+        return
+    if len(session._bindings) > 1:
+        gc.collect()  # each rank collects a former optimizer at another time
+    bindings = list(session._bindings.values())
+    # An optimizer keeps the scales of its own initialize call.
+    scales = dict.fromkeys([*session.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
+    facts = [*of_scales(list(scales)), of_level(session.policy)]
+    facts += of_replicas(bindings, session.policy) if same_parameters else []
+    check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
 
 
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:

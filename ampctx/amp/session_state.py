@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections import OrderedDict
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp import export, named_state, ranks, state
 from ampctx.amp.events import Events
@@ -247,23 +245,7 @@ class SessionState:
             AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
             AmpError: before ``initialize``.
         """
-        check_process_group(group, "group")
-        if self.policy is None:
-            raise AmpError(
-                "amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank."
-            )
-        if group is None and not is_distributed():
-            return
-        if len(self._bindings) > 1:
-            # Each rank collects a former optimizer at another time.
-            gc.collect()
-        bindings = list(self._bindings.values())
-        # An optimizer keeps the scales of its own initialize call.
-        scales = dict.fromkeys([*self.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
-        facts = [*ranks.of_scales(list(scales)), ranks.of_level(self.policy)]
-        if same_parameters:
-            facts += ranks.of_replicas(bindings, self.policy)
-        ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
+        ranks.check_ranks(self, group, same_parameters)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -372,8 +354,9 @@ class SessionState:
     def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
         """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
 
-        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. ``amp.Stateful`` is this method
-        of the default session.
+        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
+        load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
+        the default session.
 
         Args:
             model, optimizers: as in ``get_state_dict``.
@@ -381,6 +364,6 @@ class SessionState:
 
         Returns:
             An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
-            ``set_state_dict`` of these.
+            ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
         """
         return named_state.Stateful(self, model, optimizers, options)

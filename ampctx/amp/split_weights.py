@@ -33,47 +33,38 @@ def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -
         AmpValueError: options of the optimizer that exclude them.
         AmpError: a parameter without values (of a lazy module), or one that two optimizers step.
     """
-    stepped = {id(p) for _, binding in bindings.items() for p in binding.model_params()}
+    call, stepped = 'master_weights="split"', {id(p) for _, b in bindings.items() for p in b.model_params()}
     for i, optimizer in enumerate(optimizers):
-        name = type(optimizer).__name__
-        if not isinstance(optimizer, SplitMasters):
-            _check_fused(optimizer, f"optimizers[{i}] ({name})")
-        own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if any(map(is_lazy, own)):
-            raise AmpError(
-                f'master_weights="split": optimizers[{i}] ({name}) has a parameter of a lazy module, which has no '
-                "values yet. Run one forward before amp.initialize."
-            )
-        if twice := [p for p in own if id(p) in stepped]:
-            raise AmpError(
-                f'master_weights="split": a parameter of shape {tuple(twice[0].shape)} is in two optimizers, and only '
-                "one of them can keep the bits that its bf16 weight lacks. Pass each parameter to one optimizer, or "
-                "use O4."
-            )
-        stepped.update(map(id, own))
-
-
-def _check_fused(optimizer: Any, which: str) -> None:
-    kind, call = type(optimizer), 'master_weights="split"'
-    if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, FusedMixedPrecisionLamb):
-        if getattr(torch.optim, kind.__name__, None) is kind:
-            fix = f"Pass ampctx.optimizers.SplitMasters(torch.optim.{kind.__name__}, params, ...)"
-        else:
+        kind = type(optimizer)
+        which = f"{call}: optimizers[{i}] ({kind.__name__})"
+        if isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedMixedPrecisionLamb):
+            if optimizer.master_weights is True or optimizer.write_back != "nearest":
+                option = "master_weights" if optimizer.master_weights is True else "write_back"
+                raise AmpValueError(
+                    f"{which} has {option}={getattr(optimizer, option)!r}, "
+                    "which keeps or rounds weights in another way. Leave that out, or pass master_weights=False to "
+                    "amp.initialize."
+                )
+        elif not isinstance(optimizer, SplitMasters):
             fix = "Pass an optimizer of ampctx that takes master_weights, SplitMasters with a class of torch.optim"
-        raise AmpTypeError(
-            f"{call}: {which} keeps no split masters. {fix}, or leave master_weights at None: amp then keeps fp32 "
-            "masters. See docs/levels.md."
-        )
-    if optimizer.master_weights is True:
-        raise AmpValueError(
-            f"{call}: {which} has master_weights=True, fp32 masters of its own. Leave that out, or pass "
-            "master_weights=False to amp.initialize."
-        )
-    if optimizer.write_back != "nearest":
-        raise AmpValueError(
-            f"{call}: {which} has write_back={optimizer.write_back!r}, which is for weights without masters. Leave "
-            "that out, or pass master_weights=False to amp.initialize."
-        )
+            if getattr(torch.optim, kind.__name__, None) is kind:
+                fix = f"Pass ampctx.optimizers.SplitMasters(torch.optim.{kind.__name__}, params, ...)"
+            raise AmpTypeError(
+                f"{which} keeps no split masters. {fix}, or leave master_weights at None: amp then keeps fp32 masters. "
+                "See docs/levels.md."
+            )
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if any(map(is_lazy, trained)):
+            raise AmpError(
+                f"{which} has a parameter of a lazy module, which has no values yet. Run one forward before "
+                "amp.initialize."
+            )
+        if twice := [p for p in trained if id(p) in stepped]:
+            raise AmpError(
+                f"{call}: a parameter of shape {tuple(twice[0].shape)} is in two optimizers, and only one of them can "
+                "keep the bits that its bf16 weight lacks. Pass each parameter to one optimizer, or use O4."
+            )
+        stepped.update(map(id, trained))
 
 
 @torch.no_grad()

@@ -266,7 +266,7 @@ def test_assignments_are_converted(level, name, value, stored):
         ("O1", "keep_batchnorm_fp32", False, "has no meaning at O1"),
         ("O1", "master_weights", True, "has no meaning at O1"),
         ("O1", "loss_scale", "much", "loss_scale is 'much'"),
-        ("O1", "patch_torch_functions_type", torch.bfloat16, "O1 casts to torch.float16"),
+        ("O1", "patch_torch_functions_type", torch.bfloat16, "expected float16 at O1"),
     ],
 )
 def test_bad_assignments(level, name, value, message):
