@@ -78,15 +78,6 @@ def test_parameters_without_a_gradient(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_without_any_gradient_changes_nothing(session, level):
-    model, optimizer = probe(session, level, loss_scale="dynamic")
-    before = snapshot(optimizer, model)
-    backward(session, torch.zeros((), requires_grad=True), optimizer)
-    optimizer.step()
-    assert_same(before, snapshot(optimizer, model))
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_plain_backward_outside_the_block_counts_too(session, level):
     model, optimizer = probe(session, level, loss_scale=128.0)
     model.loss(1.0).backward()
