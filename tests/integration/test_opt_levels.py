@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from kit import OPTIMIZERS, backward, scale_of, start, train
+from kit import OPTIMIZERS, backward, every_level, scale_of, start, train
 from torch import nn
 
 
@@ -63,7 +63,7 @@ OPTIONS = {
 @pytest.mark.full(but=24)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("make", ["SGD-foreach", "Adam-foreach", "AdamW-fused", *OPTIONS])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@every_level
 def test_trains_like_fp32(session, level, make, max_norm):
     expected = losses_of(None, level, make, 60, max_norm)
     losses = losses_of(session, level, make, 60, max_norm)
@@ -72,7 +72,7 @@ def test_trains_like_fp32(session, level, make, max_norm):
     if level == "O0":
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
     else:
-        tolerance = {"O1": 0.03, "O2": 0.05, "O4": 0.1, "O5": 0.15}[level]
+        tolerance = {"O1": 0.03, "O2": 0.05, "O3": 0.05, "O4": 0.1, "O5": 0.15}[level]
         assert losses[0] == pytest.approx(expected[0], abs=tolerance)
         assert sum(losses[-10:]) / 10 == pytest.approx(sum(expected[-10:]) / 10, abs=tolerance)
 
