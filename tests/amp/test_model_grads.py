@@ -242,15 +242,6 @@ def test_only_masters_with_a_gradient_are_stepped(session):
     assert moved[:6] == [False] * 4 + [True] * 2
 
 
-def test_sparse_gradients_are_refused(session):
-    model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True), nn.Linear(4, 2))
-    model, optimizer = begin(session, "O5", model=model)
-    with session.scale_loss(model(torch.tensor([[1, 2], [2, 3]])).float().square().sum(), optimizer) as scaled:
-        scaled.backward()
-    with pytest.raises(RuntimeError, match=r"FusedAdam.*sparse"):
-        optimizer.step()
-
-
 def test_reset_keeps_gradients(session):
     model, optimizer = begin(session, "O2")
     backward(session, loss_of(model), optimizer)

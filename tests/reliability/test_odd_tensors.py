@@ -342,7 +342,7 @@ def test_sparse_complex_gradients_keep_their_imaginary_part(session, level, bloc
     assert z[:, 0].tolist() == [blocks * (-2 - 4j), 0, blocks * (-1 - 2j), 0]
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@few_levels
 @pytest.mark.parametrize("tokens", [[1, 1, 1, 4], [4]], ids=["duplicates", "one"])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
 def test_sparse_embeddings_step_as_in_fp64(session, level, tokens, cls):
