@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import groupby
@@ -289,6 +290,24 @@ def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     return len(found) == len(expected) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
     )
+
+
+def in_thread(fn: Callable[[], Any], name: str = "other") -> Any:
+    """The result of ``fn()`` in another thread, or its exception."""
+    result: list = []
+
+    def run() -> None:
+        try:
+            result.append(fn())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
 
 
 def through_a_file(content: Any) -> Any:

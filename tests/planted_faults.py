@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "gradients of a plain backward are not checked", "ampctx",
-        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{STEPS} {AMP}model_grads.py",
+        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{ROWS}outcome_of_each_step.py",
     ),
     Fault(
         "gradients that a skipped step left are not checked", "ampctx",

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import half_dtypes
+from kit import half_dtypes, in_thread
 from torch import nn
 
 from ampctx import AmpError, AmpNotImplementedError
@@ -47,24 +47,6 @@ def enabled():
     yield enable
     for undo in reversed(undos):
         undo()
-
-
-def in_thread(fn):
-    """The result of ``fn()`` in another thread, or its exception."""
-    result = []
-
-    def run():
-        try:
-            result.append(fn())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
 
 
 class Layer(nn.Module):

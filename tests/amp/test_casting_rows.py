@@ -57,33 +57,21 @@ class CustomBatchNorm(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+CONV = {2: nn.Conv2d, 3: nn.Conv3d}
 TRACKING = {"affine": True, "track_running_stats": True}
 NORMS = {
-    "BatchNorm1d": (1, lambda: nn.BatchNorm1d(4)),
     "BatchNorm2d": (2, lambda: nn.BatchNorm2d(4)),
-    "BatchNorm3d": (3, lambda: nn.BatchNorm3d(4)),
     "BatchNorm2d-plain": (2, lambda: nn.BatchNorm2d(4, affine=False)),
     "BatchNorm2d-no-statistics": (2, lambda: nn.BatchNorm2d(4, track_running_stats=False)),
     "SyncBatchNorm": (2, lambda: nn.SyncBatchNorm(4)),
-    "SyncBatchNorm-plain": (2, lambda: nn.SyncBatchNorm(4, affine=False)),
     "CustomBatchNorm": (2, lambda: CustomBatchNorm(4)),
     "FrozenBatchNorm2d": (2, lambda: FrozenBatchNorm2d(4)),
-    "InstanceNorm1d-affine": (1, lambda: nn.InstanceNorm1d(4, affine=True)),
     "InstanceNorm2d": (2, lambda: nn.InstanceNorm2d(4)),
-    "InstanceNorm2d-statistics": (2, lambda: nn.InstanceNorm2d(4, track_running_stats=True)),
     "InstanceNorm3d-affine-statistics": (3, lambda: nn.InstanceNorm3d(4, **TRACKING)),
     "GroupNorm": (2, lambda: nn.GroupNorm(2, 4)),
-    "GroupNorm-plain": (2, lambda: nn.GroupNorm(2, 4, affine=False)),
     "LayerNorm": (2, lambda: nn.LayerNorm([4, 5, 5])),
-    "LayerNorm-no-bias": (2, lambda: nn.LayerNorm(5, bias=False)),
-    "LayerNorm-plain": (2, lambda: nn.LayerNorm(5, elementwise_affine=False)),
     "RMSNorm": (2, lambda: nn.RMSNorm(5)),
-    "LocalResponseNorm": (2, lambda: nn.LocalResponseNorm(2)),
-    "CrossMapLRN2d": (2, lambda: nn.CrossMapLRN2d(2)),
 }
-# torch's CPU has no 16-bit avg_pool3d, which this one is made of.
-NO_16_BIT = {"LocalResponseNorm"}
 
 
 def norm_net(name, mode):
@@ -95,11 +83,10 @@ def norm_net(name, mode):
     return model, torch.randn(4, 2, *[5] * dims)
 
 
-@pytest.mark.full(but=120)
+@pytest.mark.full(but=80)
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
-@pytest.mark.parametrize(
-    ("name", "level"), [(n, level) for n in NORMS for level in CAST_LEVELS if level in PER_OP or n not in NO_16_BIT]
-)
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("name", NORMS)
 def test_norms(session, name, level, mode):
     model, x = norm_net(name, mode)
     reference = copy.deepcopy(model)

@@ -129,22 +129,6 @@ def test_a_flag_of_the_program_is_counted_by_amp(session, level):
     assert session.skipped_steps(optimizer) == 1
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_closure_is_counted_by_its_last_flag(session, level):
-    model, optimizer = begin(session, level)
-    before = weights_of(model)
-
-    def closure(bad):
-        optimizer.zero_grad()
-        block(session, model, optimizer, bad)
-        return torch.ones(())
-
-    for i, bad in enumerate([True, False, True]):
-        optimizer.step(lambda bad=bad: closure(bad))
-        assert session.skipped_steps(optimizer) == [1, 1, 2][i]
-    assert any(not torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
-
-
 def test_a_limit_counts_in_a_row(session):
     model, optimizer = start(session, "O2", "FusedAdam", max_consecutive_skips=3)
     with OpCalls() as calls:

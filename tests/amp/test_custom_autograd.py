@@ -1,9 +1,8 @@
 """Custom autograd functions under O1 and O4: torch's custom_fwd and custom_bwd as they are, and apex's registration."""
 
-import threading
-
 import pytest
 import torch
+from kit import in_thread
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
@@ -95,14 +94,10 @@ def test_custom_fwd_in_a_thread_and_recomputed_in_backward(session, cast_inputs)
     session.reset()
     seen.clear()
 
-    def in_thread(net, x):
-        outputs = []
-        thread = threading.Thread(target=lambda: outputs.append(net(x)))
-        thread.start()
-        thread.join()
-        return outputs[0]
+    def elsewhere(net, x):
+        return in_thread(lambda: net(x))
 
-    assert all(map(torch.equal, gradients(session, "O1", function, in_thread), expected))
+    assert all(map(torch.equal, gradients(session, "O1", function, elsewhere), expected))
     assert seen == [low] * 2
     session.reset()
     seen.clear()

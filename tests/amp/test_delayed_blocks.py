@@ -81,20 +81,6 @@ def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_unfrozen_between_delayed_blocks(session, level):
-    model = Probe()
-    model.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
-    model.weight.requires_grad_(True)
-    backward(session, model.loss(1.0), optimizer)
-    optimizer.step()
-    assert model.weight.eq(1.875).all()
-    assert model.norm.bias.eq(-0.25).all()
-
-
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain-backward", "delayed-block"])
 def test_reset_keeps_true_gradients(session, level, plain):
     model, optimizer = probe(session, level, loss_scale=128.0)

@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from kit import LEVELS, assert_same, batch, loss_of, mlp, snapshot, start, train
+from kit import LEVELS, assert_same, batch, in_thread, loss_of, mlp, snapshot, start, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -142,11 +141,7 @@ def test_disable_casts_and_other_threads(session):
     x = torch.ones(8, 8)
     with session.disable_casts():
         assert rows(amp.explain(model, x)) == {("addmm", "float32"): 1}
-    found = []
-    thread = threading.Thread(target=lambda: found.append(amp.explain(model, x)))
-    thread.start()
-    thread.join()
-    assert rows(found[0]) == {("addmm", "float16"): 1}
+    assert rows(in_thread(lambda: amp.explain(model, x))) == {("addmm", "float16"): 1}
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])

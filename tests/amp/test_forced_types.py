@@ -5,12 +5,11 @@ import functools
 import pickle
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import LEVELS, LOW, OPTIMIZERS, backward, every_level, start, train
+from kit import LEVELS, LOW, OPTIMIZERS, backward, every_level, in_thread, start, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -365,11 +364,8 @@ def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
     with session.disable_casts():
         model(batch()[0])
         assert not torch.is_autocast_enabled("cpu")
-    seen, result = watch(model.head[0]), []
-    thread = threading.Thread(target=lambda: result.append((model(batch()[0]).dtype, torch.is_autocast_enabled("cpu"))))
-    thread.start()
-    thread.join()
-    assert result == [(FLOAT, False)]
+    seen = watch(model.head[0])
+    assert in_thread(lambda: (model(batch()[0]).dtype, torch.is_autocast_enabled("cpu"))) == (FLOAT, False)
     assert seen.types == (FLOAT, FLOAT)
 
 

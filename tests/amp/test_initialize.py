@@ -1,13 +1,8 @@
 import copy
-import gc
-import io
-import pickle
-import weakref
 
 import pytest
 import torch
 from kit import LOW, backward, every_level, loss_of, mlp, start
-from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.optimizers import FusedSGD
@@ -259,66 +254,9 @@ def test_reset_restores_model_and_optimizer(session, level):
         pass
 
 
-def test_two_sessions_with_different_levels(session):
-    other = amp.AmpSession()
-    low, full = mlp(), mlp()
-    a, b = sgd(low), sgd(full)
-    session.initialize(low, a, opt_level="O2", verbosity=0)
-    other.initialize(full, b, opt_level="O0", loss_scale=2.0, verbosity=0)
-    for _ in range(3):
-        for s, model, optimizer in ((session, low, a), (other, full, b)):
-            backward(s, loss_of(model), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(amp.master_params(a), amp.master_params(b), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
-    with pytest.raises(AmpError, match="did not go through amp.initialize"), other.scale_loss(loss_of(low), a):
-        pass
-    other.reset()
-
-
-def test_a_copied_or_pickled_model_uses_its_own_weights(session):
-    model, _optimizer = start(session, "O2", "SGD-foreach")
-    model.eval()
-    x, file = torch.randn(3, 4), io.BytesIO()
-    torch.save(model, file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    expected = model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
-        assert torch.equal(twin(x), expected)
-        assert {t.dtype for n, t in twin.state_dict().items() if not n.endswith("tracked")} == {torch.float32}
-        with torch.no_grad():
-            twin[0].weight.zero_()
-            twin[0].bias.zero_()
-        assert not torch.equal(twin(x), expected)
-        assert torch.equal(model(x), expected)
-
-
-@every_level
-def test_everything_is_freed_with_its_last_reference(session, level):
-    model, optimizer = start(session, level, "SGD-foreach", nn.Linear(4, 2))
-    backward(session, model(torch.ones(1, 4)).float().sum(), optimizer)
-    optimizer.step()
-    alive = [weakref.ref(o) for o in (optimizer, model, model.weight, next(amp.master_params(optimizer)))]
-    gc.disable()
-    try:
-        del optimizer, model
-        assert [ref() for ref in alive] == [None] * 4
-    finally:
-        gc.enable()
-
-
 def test_a_string_for_enabled_is_a_slip(session):
     with pytest.raises(AmpTypeError, match="Did you mean opt_level='O2'"):
         session.initialize(mlp(), None, "O2")
-
-
-def test_lazy_parameters_need_a_forward_first(session):
-    model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(AmpError, match="run one forward before amp.initialize"):
-        session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
-    model(torch.ones(1, 4))
-    session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -1,71 +1,45 @@
-"""Gradients of masters that stay in 16 bits until somebody reads them: when they do, when they do not, and that nobody
-can tell the difference."""
+"""Gradients of masters whose optimizer reads those of the model: nobody can tell whether fp32 ones have been made."""
 
-import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import LOW, assert_same, backward, loss_of, mlp, snapshot, start, with_plans
+from kit import assert_same, backward, grads, loss_of, mlp, snapshot, start
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
-from ampctx.weights.pending import MasterParam, all_of
-
-pytestmark = with_plans
 
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
-
-
-def eager_class(kind):
-    """A class that takes no ``given``: amp unscales into fp32 at the end of each block."""
-
-    def step(self, closure=None):
-        return kind.step(self, closure)
-
-    return type("Eager", (kind,), {"step": step, "_step_supports_amp_scaling": True})
-
-
-Eager = eager_class(optimizers.FusedAdam)
 
 
 def begin(session, level, kind=optimizers.FusedAdam, **options):
     return start(session, level, functools.partial(kind, lr=0.01, weight_decay=0.1), **options)
 
 
-def masters(session, optimizer):
-    return [p for p in session.master_params(optimizer) if isinstance(p, MasterParam)]
-
-
-def are_waiting(session, optimizer):
-    waiting = {p.model_grads is not None for p in masters(session, optimizer)}
-    assert len(waiting) == 1
-    return waiting.pop()
+def masters(session, model, optimizer):
+    own = set(model.parameters())
+    return [p for p in session.master_params(optimizer) if p not in own]
 
 
 @levels
-def test_a_step_reads_the_16_bit_gradients(session, level):
+def test_a_step_is_one_call_for_each_dtype_of_the_model(session, level):
     model, optimizer = begin(session, level)
     backward(session, loss_of(model), optimizer)
-    assert are_waiting(session, optimizer)
-    assert {g.dtype for g in all_of(masters(session, optimizer))[0].grads.values()} == {LOW[level]}
     with OpCalls() as calls:
         optimizer.step()
     assert calls.of == {"multi_tensor_adam": 2}  # 16-bit and BatchNorm's fp32
-    assert not are_waiting(session, optimizer)
-    assert all(p.grad is None for p in masters(session, optimizer))
-    for p, master in zip(
-        (model[0].weight, model[3].bias), (masters(session, optimizer)[i] for i in (0, -1)), strict=True
-    ):
+    of_masters = masters(session, model, optimizer)
+    for p, master in zip((model[0].weight, model[3].bias), (of_masters[0], of_masters[-1]), strict=True):
         assert torch.equal(p, master.to(p.dtype))
 
 
-def steps(session, model, optimizer, clip=None, n=8):
+def steps(read, session, model, optimizer, clip=None, n=8):
     norms = []
     for seed in range(n):
         backward(session, loss_of(model, seed), optimizer)
+        read()
         if clip is not None:
             norms.append(clip(session.master_params(optimizer), 0.05))
         optimizer.step()
@@ -74,42 +48,36 @@ def steps(session, model, optimizer, clip=None, n=8):
 
 
 def blocks(*options):
-    def accumulate(session, model, optimizer):
+    def accumulate(read, session, model, optimizer):
         for _ in range(2):
             for seed, given in enumerate(options):
                 backward(session, loss_of(model, seed), optimizer, **given)
+                if not given:
+                    read()
             optimizer.step()
             optimizer.zero_grad()
 
     return accumulate
 
 
-def read(session, model, optimizer):
+def plain_backward(read, session, model, optimizer):
     backward(session, loss_of(model), optimizer)
-    if isinstance(optimizer, Eager):
-        return [p.grad.clone() for p in session.master_params(optimizer)]
-    assert are_waiting(session, optimizer)
-    grad = masters(session, optimizer)[1].grad
-    assert not are_waiting(session, optimizer)  # one makes them all
-    assert grad is masters(session, optimizer)[1].grad
-    return [p.grad.clone() for p in session.master_params(optimizer)]
-
-
-def plain_backward(session, model, optimizer):
-    backward(session, loss_of(model), optimizer)
+    read()
     loss_of(model, 1).backward()
-    return [p.grad.clone() for p in session.master_params(optimizer)]
+    return [g.clone() for g in grads(session, optimizer)]
 
 
-def backward_into_masters(session, model, optimizer):
+def backward_into_masters(read, session, model, optimizer):
     """autograd writes a leaf's gradient without asking Python."""
     backward(session, loss_of(model), optimizer)
+    read()
     sum((p**2).sum() for p in session.master_params(optimizer)).backward()
     return [clip_grad_norm_(session.master_params(optimizer), 0.5)]
 
 
-def exception_in_a_later_block(session, model, optimizer):
+def exception_in_a_later_block(read, session, model, optimizer):
     backward(session, loss_of(model), optimizer)
+    read()
     model.eval()  # BatchNorm would count the forward
     with pytest.raises(ZeroDivisionError), session.scale_loss(loss_of(model, 1), optimizer) as scaled:
         scaled.backward()
@@ -124,7 +92,6 @@ SCENARIOS = {
     "delayed": blocks(DELAYED, {}),
     "delayed after a block": blocks({}, DELAYED, {}),
     "three blocks": blocks({}, {}, {}),
-    "read": read,
     "plain backward": plain_backward,
     "backward into masters": backward_into_masters,
     "exception in a later block": exception_in_a_later_block,
@@ -135,11 +102,15 @@ SCENARIOS = {
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
 def test_nobody_can_tell_the_difference(session, level, name, scale):
-    """Unscaling by a power of two is exact: gradients, norms, weights and state have the bits of fp32 gradients."""
+    """Whether all of them are read after each block: gradients, norms, weights and state have the same bits."""
     results = []
-    for kind in (Eager, optimizers.FusedAdam):
-        model, optimizer = begin(session, level, kind, loss_scale=scale)
-        found = SCENARIOS[name](session, model, optimizer) or []
+    for is_read in (True, False):
+        model, optimizer = begin(session, level, loss_scale=scale)
+
+        def read(optimizer=optimizer, is_read=is_read):
+            assert not is_read or {g.dtype for g in grads(session, optimizer)} == {torch.float32}
+
+        found = SCENARIOS[name](read, session, model, optimizer) or []
         optimizer.step()
         results.append([*found, *snapshot(optimizer, model)])
         session.reset()
@@ -150,28 +121,27 @@ def test_nobody_can_tell_the_difference(session, level, name, scale):
 @pytest.mark.parametrize("theirs", [clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ampctx", "torch"])
 def test_clipping_agrees_with_fp32_gradients(session, level, theirs):
     results = []
-    for kind, clip in ((optimizers.FusedAdam, clip_grad_norm_), (Eager, theirs)):
-        model, optimizer = begin(session, level, kind)
-        results.append((steps(session, model, optimizer, clip), snapshot(optimizer, model)))
+    for clip in (clip_grad_norm_, theirs):
+        model, optimizer = begin(session, level)
+        read = functools.partial(grads, session, optimizer) if len(results) else lambda: None
+        results.append((steps(read, session, model, optimizer, clip), snapshot(optimizer, model)))
         session.reset()
-    (norms, lazy), (expected, eager) = results
+    (norms, found), (expected, of_fp32) = results
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
-    for mine, other in zip(lazy, eager, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-2 if mine.dtype in LOW.values() else 1e-4, atol=1e-5)
+    for mine, other in zip(found, of_fp32, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4 if mine.dtype == torch.float32 else 1e-2, atol=1e-5)
 
 
 @levels
 def test_clipped_gradients_read_afterwards(session, level):
     model, optimizer = begin(session, level)
     backward(session, loss_of(model), optimizer)
-    whole = [p.grad.clone() for p in session.master_params(optimizer)]
+    whole = [g.clone() for g in grads(session, optimizer)]
     optimizer.zero_grad()
     backward(session, loss_of(model), optimizer)
     norm = clip_grad_norm_(session.master_params(optimizer), 0.05)
-    assert are_waiting(session, optimizer)
     torch.testing.assert_close(norm, nn.utils.get_total_norm(whole))
-    for p, grad in zip(session.master_params(optimizer), whole, strict=True):
-        torch.testing.assert_close(p.grad, grad * (0.05 / (norm + 1e-6)))
+    torch.testing.assert_close(grads(session, optimizer), [g * (0.05 / (norm + 1e-6)) for g in whole])
 
 
 def test_clipping_twice_and_with_a_tensor(session):
@@ -181,9 +151,9 @@ def test_clipping_twice_and_with_a_tensor(session):
     second = clip_grad_norm_(session.master_params(optimizer), 0.025)
     assert first > 0.05
     torch.testing.assert_close(second, torch.tensor(0.05), rtol=1e-4, atol=0)
-    assert are_waiting(session, optimizer)
-    grads = [p.grad for p in session.master_params(optimizer)]
-    torch.testing.assert_close(nn.utils.get_total_norm(grads), torch.tensor(0.025), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        nn.utils.get_total_norm(grads(session, optimizer)), torch.tensor(0.025), rtol=1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, "inf"])
@@ -192,7 +162,6 @@ def test_other_norms_make_the_gradients(session, norm_type):
     backward(session, loss_of(model), optimizer)
     params = list(session.master_params(optimizer))
     norm = clip_grad_norm_(params, 0.05, norm_type=norm_type)
-    assert not are_waiting(session, optimizer)
     torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in params], float(norm_type)), torch.tensor(0.05))
     assert norm > 0.05
 
@@ -200,9 +169,8 @@ def test_other_norms_make_the_gradients(session, norm_type):
 def test_clipping_a_part_makes_the_gradients(session):
     model, optimizer = begin(session, "O2")
     backward(session, loss_of(model), optimizer)
-    some, rest = (params := masters(session, optimizer))[:1], params[1:]
+    some, rest = (params := masters(session, model, optimizer))[:1], params[1:]
     clip_grad_norm_(some, 1e-3)
-    assert not are_waiting(session, optimizer)
     torch.testing.assert_close(some[0].grad.norm(), torch.tensor(1e-3), rtol=1e-2, atol=0)
     assert nn.utils.get_total_norm([p.grad for p in rest]) > 1e-2
 
@@ -215,9 +183,7 @@ def test_clipping_several_optimizers_at_once(session):
         scaled.backward()
     params = [p for o in opts for p in session.master_params(o)]
     norm = clip_grad_norm_(params, 0.05)
-    assert all(are_waiting(session, o) for o in opts)
-    grads = [p.grad for p in params]
-    torch.testing.assert_close(nn.utils.get_total_norm(grads), torch.tensor(0.05), rtol=1e-3, atol=0)
+    torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in params]), torch.tensor(0.05), rtol=1e-3, atol=0)
     assert norm > 0.05
 
 
@@ -227,27 +193,27 @@ def test_error_if_nonfinite_changes_nothing(session):
         scaled.backward()
         model[0].bias.grad[0] = float("nan")
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
-        clip_grad_norm_(session.master_params(optimizer), 1.0, error_if_nonfinite=True)
-    assert are_waiting(session, optimizer)
+        clip_grad_norm_(session.master_params(optimizer), 1e-3, error_if_nonfinite=True)
+    finite = [g[g.isfinite()] for g in grads(session, optimizer)]
+    assert nn.utils.get_total_norm(finite) > 1e-2
 
 
 @levels
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_waiting_gradients(session, level, set_to_none):
+def test_zero_grad_drops_gradients_without_unscaling_them(session, level, set_to_none):
     model, optimizer = begin(session, level)
     backward(session, loss_of(model), optimizer)
     with OpCalls() as calls:
         optimizer.zero_grad(set_to_none=set_to_none)
-    assert not (set_to_none and calls.of)  # none is unscaled for it
-    assert not are_waiting(session, optimizer)
+    assert not (set_to_none and calls.of)
     for p in session.master_params(optimizer):
         assert p.grad is None if set_to_none else not p.grad.any()
 
 
-def test_zero_grad_keeps_the_waiting_gradient_of_a_parameter_that_was_removed(session):
+def test_zero_grad_keeps_the_gradient_of_a_parameter_that_was_removed(session):
     model, optimizer = begin(session, "O2")
     backward(session, loss_of(model), optimizer)
-    first, second, *_ = masters(session, optimizer)
+    first, second, *_ = masters(session, model, optimizer)
     optimizer.param_groups[0]["params"][:] = [p for p in optimizer.param_groups[0]["params"] if p is not first]
     type(optimizer).zero_grad(optimizer)
     assert first.grad.any()
@@ -257,7 +223,7 @@ def test_zero_grad_keeps_the_waiting_gradient_of_a_parameter_that_was_removed(se
 def test_setting_one_gradient_keeps_the_others(session):
     model, optimizer = begin(session, "O2")
     backward(session, loss_of(model), optimizer)
-    first, second, *_ = masters(session, optimizer)
+    first, second, *_ = masters(session, model, optimizer)
     first.grad = None
     assert first.grad is None
     assert second.grad.any()
@@ -265,38 +231,25 @@ def test_setting_one_gradient_keeps_the_others(session):
     assert second.grad is None
 
 
-def test_only_masters_with_a_gradient_wait(session):
+def test_only_masters_with_a_gradient_are_stepped(session):
     model, optimizer = begin(session, "O2")
     loss = model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum() * 1e-3
     with session.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
-    params = masters(session, optimizer)
-    assert [p.model_grads is not None for p in params] == [False, False, True, True]
     before = snapshot(optimizer, model)
     optimizer.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, model), strict=False)]
     assert moved[:6] == [False] * 4 + [True] * 2
 
 
-def test_sparse_gradients_do_not_wait(session):
-    model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True), nn.Linear(4, 2))
-    model, optimizer = begin(session, "O5", model=model)
-    with session.scale_loss(model(torch.tensor([[1, 2], [2, 3]])).float().square().sum(), optimizer) as scaled:
-        scaled.backward()
-    assert not are_waiting(session, optimizer)
-    with pytest.raises(RuntimeError, match=r"FusedAdam.*sparse"):
-        optimizer.step()
-
-
-def test_reset_keeps_waiting_gradients(session):
+def test_reset_keeps_gradients(session):
     model, optimizer = begin(session, "O2")
     backward(session, loss_of(model), optimizer)
-    grads = [p.grad.clone() for p in masters(session, optimizer)]
+    found = [p.grad.clone() for p in masters(session, model, optimizer)]
     optimizer.zero_grad()
     backward(session, loss_of(model), optimizer)
     session.reset()
-    kept = [p.grad for n, p in model.named_parameters() if not n.startswith("1.")]
-    assert_same(grads, kept)
+    assert_same(found, [p.grad for n, p in model.named_parameters() if not n.startswith("1.")])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -320,25 +273,27 @@ def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_bat
         assert calls.of["update_scale"] == 1
 
 
-@pytest.mark.parametrize("kind", [optimizers.FusedSGD, optimizers.FusedLAMB], ids=["FusedSGD", "FusedLAMB"])
-def test_grad_scale_divides_waiting_gradients_too(session, kind):
-    """Set by hand, it comes on top of the scale of the blocks."""
+@pytest.mark.parametrize("kind", ["FusedSGD", "FusedLAMB"])
+def test_grad_scale_set_by_hand_divides_too(session, kind):
+    """It comes on top of the scale of the blocks."""
     results = []
-    for base in (kind, eager_class(kind)):
-        model, optimizer = start(session, "O2", functools.partial(base, lr=0.01), loss_scale=1.0)
+    for is_read in (False, True):
+        model, optimizer = start(session, "O2", kind, loss_scale=1.0)
         for seed in range(3):
             (loss_of(model, seed) * 1024.0).backward()
+            if is_read:
+                assert all(g is not None for g in grads(session, optimizer))
             optimizer.grad_scale = torch.tensor(1024.0)
             optimizer.step()
             del optimizer.grad_scale
             optimizer.zero_grad()
         results.append(snapshot(optimizer, model))
         session.reset()
-    for mine, eager in zip(*results, strict=True):
-        torch.testing.assert_close(mine, eager, rtol=1e-5 if mine.dtype == torch.float32 else 1e-3, atol=1e-7)
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5 if mine.dtype == torch.float32 else 1e-3, atol=1e-7)
 
 
-def test_gradients_that_are_views_do_not_wait(session):
+def test_gradients_that_are_views_are_copied(session):
     """Their memory is somebody else's, who may write to it before the step."""
     model, optimizer = begin(session, "O5")
     gradient = torch.ones(40, dtype=torch.bfloat16)
@@ -356,18 +311,8 @@ def test_threads_may_read_gradients(session):
     for _ in range(20):
         model, optimizer = begin(session, "O2")
         backward(session, loss_of(model), optimizer)
-        params = masters(session, optimizer)
+        params = masters(session, model, optimizer)
         with ThreadPoolExecutor(4) as pool:
-            grads = list(pool.map(lambda p: p.grad, params * 4))
-        assert all(grad is not None for grad in grads)
+            found = list(pool.map(lambda p: p.grad, params * 4))
+        assert all(grad is not None for grad in found)
         session.reset()
-
-
-def test_a_copy_of_a_master_has_no_gradient(session):
-    model, optimizer = begin(session, "O2")
-    backward(session, loss_of(model), optimizer)
-    master = masters(session, optimizer)[0]
-    twin = copy.deepcopy(master)
-    assert twin.grad is None
-    assert torch.equal(twin, master)
-    assert are_waiting(session, optimizer)

@@ -3,16 +3,12 @@
 import copy
 import functools
 import itertools
-import warnings
 
 import pytest
 import torch
 from kit import (
-    INF,
     OPTIMIZERS,
-    START,
     Probe,
-    assert_same,
     backward,
     batch,
     every_level,
@@ -20,37 +16,10 @@ from kit import (
     loss_of,
     mlp,
     probe,
-    snapshot,
     start,
 )
 
 from ampctx import amp, clip_grad_norm_
-
-
-@every_level
-@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("before_initialize", [True, False], ids=["scheduler-first", "initialize-first"])
-def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, fused, before_initialize):
-    model = Probe()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-
-    def schedule():
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = schedule() if before_initialize else None
-        session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=START, verbosity=0)
-        scheduler = scheduler or schedule()
-        backward(session, model.loss(INF), optimizer)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        backward(session, model.loss(1.0), optimizer)
-        optimizer.step()
-        scheduler.step()
-    assert model.weight.eq(1.5).all()
-    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 @every_level
@@ -62,35 +31,6 @@ def test_clipping_master_params(session, level, clip):
     torch.testing.assert_close(norm.float(), torch.tensor(2.0 * 7**0.5), rtol=1e-3, atol=1e-3)
     total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(session, optimizer)]))
     torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
-
-
-@every_level
-def test_closures(session, level):
-    model, optimizer = probe(session, level)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model.loss(1.0)
-        backward(session, loss, optimizer)
-        return loss
-
-    assert optimizer.step(closure) is not None
-    assert model.weight.eq(1.875).all()
-
-
-def test_an_overflow_inside_a_closure_skips_the_step(session):
-    model, optimizer = probe(session, "O1")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model.loss(float("inf"))
-        backward(session, loss, optimizer)
-        return loss
-
-    before = snapshot(optimizer, model)
-    assert optimizer.step(closure) is None
-    assert_same(before, snapshot(optimizer, model))
-    assert session.skipped_steps(optimizer) == 1
 
 
 @pytest.mark.parametrize("name", ["SGD-foreach", "Adam-foreach", "AdamW-fused", "Adagrad-foreach"])
@@ -191,30 +131,3 @@ def test_a_tensor_lr_stays_the_users_object_after_a_skipped_closure(session):
 
     assert optimizer.step(closure) is None
     assert optimizer.param_groups[0]["lr"] is lr
-
-
-@pytest.mark.parametrize("bad", [1, 3], ids=["first-evaluation", "third-evaluation"])
-def test_lbfgs_with_an_overflow_in_an_evaluation(session, bad):
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
-    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    evaluations = 0
-    overflow_at = None
-
-    def closure():
-        nonlocal evaluations
-        evaluations += 1
-        optimizer.zero_grad()
-        loss = loss_of(model) * (float("inf") if evaluations == overflow_at else 1.0)
-        backward(session, loss, optimizer)
-        return loss
-
-    first = float(optimizer.step(closure).detach())
-    before = [p.detach().clone() for p in model.parameters()]
-    state = copy.deepcopy(next(iter(optimizer.state.values())))
-    overflow_at = evaluations + bad
-    assert optimizer.step(closure) is None
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert next(iter(optimizer.state.values())).keys() == state.keys()
-    overflow_at = None
-    assert float(optimizer.step(closure).detach()) < first

@@ -170,22 +170,6 @@ def test_reset_gives_the_fp32_weights_back(make):
     assert not any("remainder" in state for state in run.optimizer.state.values())
 
 
-def test_an_error_late_in_initialize_restores_all():
-    session = AmpSession()
-
-    def fail(bound):
-        raise RuntimeError("late")
-
-    session.observers.append(fail)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer, former = adam(model.parameters()), copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="late"):
-        session.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
-    assert_same(model.state_dict(), former)
-    assert (optimizer.master_weights, dict(optimizer.state)) == (False, {})
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("make", [adam, split_adamw])
 def test_state_dicts_resume_to_the_bit(make, steps):

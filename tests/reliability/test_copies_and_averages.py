@@ -140,6 +140,7 @@ def test_masters_in_the_optimizers_state_have_no_model(session):
 def test_a_copied_model_trains_on_its_own_weights(trained, copied):
     model, _ = trained
     twin = copied(model)
+    assert {t.dtype for t in twin.state_dict().values() if t.is_floating_point()} == {torch.float32}
     before = [p.detach().clone() for p in model.parameters()]
     assert torch.equal(model.eval()(batch()), twin.eval()(batch()))
     twin.train()

@@ -42,17 +42,6 @@ def test_in_a_hook(session, name, level, poison):
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@few_levels
-@pytest.mark.parametrize("name", ON_HOST)
-def test_the_host_decides(session, name, level, poison):
-    """Known from the skip on."""
-    loop = Loop(session, name, level)
-    outcome = loop.iterate(0, poison)
-    loop.iterate(1)
-    assert set(outcome.culprits) == expected(poison)
-
-
-@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @every_optimizer
 def test_after_the_step(session, name, level, poison):

@@ -219,28 +219,6 @@ def test_neither_saved_nor_loaded_inside_a_block(started):
     go_on(run)
 
 
-def test_the_default_is_apexs_format(started):
-    session, *_ = run = started()
-    go_on(run)
-    assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
-    assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {
-        *("format", "opt_level", "optimizers", "deferred")
-    }
-
-
-def test_without_masters_a_message_says_once_what_is_approximated(started, caplog):
-    source, run = started(seed=1), started()
-    go_on(source)
-    # What apex and versions of before saved: rounded weights.
-    run[1].load_state_dict({n: t.half().float() for n, t in source[1].state_dict().items()})
-    with caplog.at_level(logging.WARNING, "ampctx"):
-        for _ in range(2):
-            run[0].load_state_dict(source[0].state_dict())
-    assert caplog.text.count("has no fp32 master weights") == 1
-    for p, master in zip(run[1].parameters(), run[0].master_params(run[2]), strict=True):
-        assert torch.equal(p.float(), master)  # the model's rounded weights
-
-
 def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(started, caplog):
     run = started()
     go_on(run)

@@ -150,14 +150,6 @@ def test_parts_and_wrappers_of_the_model(session):
     assert all(torch.equal(v, exported[k.removeprefix("module.")]) for k, v in wrapped.items())
 
 
-def test_hooks_that_rename_entries_see_the_masters(session):
-    model, _ = started(session, "O2")
-    exported = session.master_state_dict(model)
-    model.register_state_dict_post_hook(lambda m, state, prefix, _: state.update(output=state.pop("head.weight")))
-    renamed = session.master_state_dict(model)
-    assert torch.equal(renamed["output"], exported["head.weight"])
-
-
 def test_weights_that_were_loaded_count(session):
     model, _ = started(session, "O2")
     state = {k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()}

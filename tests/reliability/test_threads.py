@@ -5,29 +5,11 @@ import threading
 
 import pytest
 import torch
-from kit import backward
+from kit import backward, in_thread
 from torch import nn
 
 from ampctx import AmpError
 from ampctx.amp import AmpSession
-
-
-def in_thread(fn):
-    """The result of ``fn()`` in another thread, or its exception."""
-    result = []
-
-    def run():
-        try:
-            result.append(fn())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, name="other")
-    thread.start()
-    thread.join()
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
 
 
 def setup(session, level, **kwargs):
