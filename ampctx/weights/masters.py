@@ -31,8 +31,8 @@ from ampctx.weights.step import takes_step
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-# Until the next block, the value and the version of 16-bit parameters without a master that were loaded: one that joins an
-# optimizer or is unfrozen then gets all bits.
+# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
+# an optimizer or is unfrozen then gets all bits.
 LOADED: Any = WeakIdKeyDictionary()
 
 
