@@ -361,12 +361,12 @@ FAULTS = [
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
-        'return join(_beside(p, state["remainder"]), state["remainder"])', "return p.detach().float()",
+        "return join(p, kept)", "return p.detach().float()",
         f"{ROWS}named_state.py",
     ),
     Fault(
         "a weight with a compensation is its rounded sum", "ampctx",
-        "return (weight - compensation.float()).to(dtype), compensation", "return weight.to(dtype), compensation",
+        "return (weight - kept.float()).to(dtype), kept", "return weight.to(dtype), kept",
         f"{ROWS}named_state.py",
     ),
     Fault(

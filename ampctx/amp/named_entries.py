@@ -16,9 +16,9 @@ from ampctx.amp.run_state import State, entry, typed
 from ampctx.amp.skip_log import is_rank_zero
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.kernels.sharding import is_sharded
+from ampctx.masters.store import EXTRAS
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._state import EXTRAS
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.formats import KEY, plain

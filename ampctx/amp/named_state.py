@@ -43,8 +43,8 @@ from ampctx.amp.named_entries import (
 )
 from ampctx.amp.run_state import State, entry, typed
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, steps_a_partition
+from ampctx.masters.store import EXTRAS, STORES, joined
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._state import EXTRAS, divided, joined
 from ampctx.optimizers.larc import LARC
 from ampctx.scaling.formats import KEY
 
@@ -283,7 +283,7 @@ class NamedModel:
                 if compensation is not None:
                     where = f'state_dict["compensation"]["{name}"]'
                     compensation = laid_out_as(checked(compensation, p.shape, where), p)
-                weight, state[EXTRAS[layout]] = divided(layout, weights[name].float(), p.dtype, compensation)
+                weight, state[EXTRAS[layout]] = STORES[layout].divided(weights[name].float(), p.dtype, compensation)
                 values.update(dict.fromkeys(self._names_of[id(p)], weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.

@@ -17,8 +17,8 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.casting import set_dtype
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded
+from ampctx.masters.store import EXTRAS, joined
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._state import EXTRAS, joined
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
 

@@ -17,10 +17,10 @@ from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.masters.store import EXTRAS
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._state import EXTRAS, State
-from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF
+from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF, State
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}

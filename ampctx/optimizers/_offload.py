@@ -25,7 +25,7 @@ from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import Group, param_name, refuse_sparse
-from ampctx.optimizers._state import State
+from ampctx.optimizers._state_types import State
 from ampctx.optimizers._work import Scaling
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
@@ -248,7 +248,7 @@ def _state_bytes(optimizer: Any, group: Group) -> int:
     for p in group["params"]:
         if p not in optimizer.state:
             made: State = {}
-            needed = optimizer._needed(optimizer._forms(p, group), optimizer.layout_of(p))
+            needed = optimizer._needed(optimizer._forms_of(p, group), optimizer.layout_of(p))
             optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
             total += sum(value.nbytes for value in made.values())
     return total

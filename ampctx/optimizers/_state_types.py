@@ -28,6 +28,7 @@ SCALES_OF = {state.scales: key for key, state in CODED.items()}
 _CHOICES = (torch.float32, torch.bfloat16, "8bit")
 _WIDE = torch.float32
 _MIN_8BIT_SIZE = 4096
+State = dict[str, Any]
 DEFAULTS: Group = {"state_dtype": _WIDE, "min_8bit_size": _MIN_8BIT_SIZE}
 
 
@@ -133,6 +134,10 @@ class Forms(NamedTuple):
     scales: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
 
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """The dtype of an entry of the state; None for that of arithmetic."""
+        return self.dtypes.get(CODES_OF.get(key, key))
+
 
 def forms_of(spec: OpSpec, group: Group, sized: Mapping[str, str | None], in_codes: bool) -> Forms:
     """``in_codes``: whether the parameters are large enough for codes."""
@@ -151,11 +156,6 @@ def forms_of(spec: OpSpec, group: Group, sized: Mapping[str, str | None], in_cod
             scales[state.scales] = state.scales
             dtypes[state.key] = DTYPES[state.code]
     return Forms(lists, scales, dtypes)
-
-
-def dtype_of(key: str, forms: Forms) -> torch.dtype | None:
-    """The dtype of an entry of the state; None for that of arithmetic."""
-    return forms.dtypes.get(CODES_OF.get(key, key))
 
 
 def has_forms(state: Mapping[str, Any], forms: Forms) -> bool:
@@ -280,10 +280,7 @@ def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Ten
     if key in state:
         raise AmpKeyError(f"the state of {name} has both {key!r} and {coded.codes_key!r}. Remove one of them.")
     codes, scales = state[coded.codes_key], state[coded.scales]
-    for part, value, dtype in (
-        (coded.codes_key, codes, DTYPES[coded.code]),
-        (coded.scales, scales, torch.float32),
-    ):
+    for part, value, dtype in ((coded.codes_key, codes, DTYPES[coded.code]), (coded.scales, scales, torch.float32)):
         where = f"the state {part!r} of {name}"
         if not isinstance(value, Tensor):
             raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")

@@ -32,9 +32,9 @@ from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.step import Counts, Step
+from ampctx.masters.store import EXTRAS
 from ampctx.optimizers._options import Group, check_one_element
-from ampctx.optimizers._state import EXTRAS, State
-from ampctx.optimizers._state_types import Forms
+from ampctx.optimizers._state_types import Forms, State
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
@@ -451,4 +451,5 @@ class Plan:
         # Copies, as a program may change a dict in place.
         given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
         forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
-        return [*optimizer._write_backs(), *map(optimizer._state_lists, groups), *forms]
+        own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
+        return [*own, *map(optimizer._state_lists, groups), *forms]

@@ -24,9 +24,9 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, scalar, widest
-from ampctx.kernels.reference_steps import join
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.masters.store import STORES
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Scaling, Work
@@ -268,12 +268,10 @@ class _Shards(Layers):
 
     def weights(self) -> Sequence[Tensor]:
         """The weights before the step: with what they lack in 16 bits."""
-        write_back, params, extras = self.work.kind[0], self.lists["params"], self.lists["extras"]
-        if write_back == "split":
-            return [join(p, extra.reshape(p.shape)) for p, extra in zip(params, extras, strict=True)]
-        if write_back == "kahan":
-            return [p.float() + extra.reshape(p.shape).float() for p, extra in zip(params, extras, strict=True)]
-        return params
+        params, extras, store = self.lists["params"], self.lists["extras"], STORES.get(self.work.kind[0])
+        if store is None or store.mode == "copy":
+            return params
+        return [store.fp32(p, extra.reshape(p.shape)) for p, extra in zip(params, extras, strict=True)]
 
     def taken(self) -> Tensor:
         """A copy of the step counts."""

@@ -13,9 +13,10 @@ from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
+from ampctx.masters.store import follow, joined
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, evaluated, param_name, refuse_sparse
-from ampctx.optimizers._state import State, follow, joined
+from ampctx.optimizers._state_types import State
 
 _KEY = "remainder"
 _TRANSIENT = ("_seen",)

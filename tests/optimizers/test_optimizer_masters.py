@@ -10,8 +10,8 @@ from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.reference_steps import join
+from ampctx.masters.store import follow
 from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _base
-from ampctx.optimizers._state import follow
 
 BF16 = torch.bfloat16
 
