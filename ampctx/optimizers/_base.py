@@ -376,11 +376,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         works: list[Work] = []
         for group, kinds in zip(self.param_groups, members, strict=True):
             for kind, found in kinds.items():
-                forms = self._forms(group, kind[2])
-                states = self._states(forms, kind[0], found.params)
-                works += _work.works_of(group, kind, found, states, forms, self._one_element, scaling, self._numbers)
+                works += _work.works_of(self, group, kind, found, scaling)
         if self._call_elements is not None:
-            works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
+            works = [piece for work in works for piece in work.pieces(self._call_elements, self._numbers)]
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works

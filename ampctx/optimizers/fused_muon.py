@@ -142,7 +142,7 @@ class FusedMuon(FusedOptimizer):
             params = work.lists["params"]
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
             found = stacks((kind, p.numel()) for kind, p in zip(kinds, params, strict=True))
-            works += [_work.part_of(work, places, places is found[0], self._numbers) for places in found]
+            works += [work.part(places, places is found[0], self._numbers) for places in found]
         return works
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
