@@ -643,12 +643,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without hooks (private in torch), as torch's own optimizers.
-        return {
-            name: value
-            for name, value in _checkpoint.without_amp(self).items()
-            if name not in TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
-        }
+        return _checkpoint.without_amp(self, *TRANSIENT)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -29,6 +29,7 @@ _CHOICES = (torch.float32, torch.bfloat16, "8bit")
 _WIDE = torch.float32
 _MIN_8BIT_SIZE = 4096
 State = dict[str, Any]
+DAMAGED = "the file is damaged, or the run that saved it had diverged"
 DEFAULTS: Group = {"state_dtype": _WIDE, "min_8bit_size": _MIN_8BIT_SIZE}
 
 
@@ -248,9 +249,7 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
     """
     coded = CODED[key]
     codes, scales = _checked(name, key, state)
-    if codes.shape != p.shape:
-        where = f"the state {coded.codes_key!r} of {name}"
-        raise AmpValueError(f"{where} has shape {tuple(codes.shape)}, the parameter has {tuple(p.shape)}")
+    check_tensor(f"the state {coded.codes_key!r} of {name}", codes, p.shape, codes.dtype)
     mine = torch.zeros_like(p, dtype=codes.dtype, requires_grad=False)
     mine_scales = zero_scales(mine)
     if _lies_as(codes, mine) and _lies_as(scales, mine_scales):
@@ -280,16 +279,8 @@ def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Ten
     if key in state:
         raise AmpKeyError(f"the state of {name} has both {key!r} and {coded.codes_key!r}. Remove one of them.")
     codes, scales = state[coded.codes_key], state[coded.scales]
-    for part, value, dtype in ((coded.codes_key, codes, DTYPES[coded.code]), (coded.scales, scales, torch.float32)):
-        where = f"the state {part!r} of {name}"
-        if not isinstance(value, Tensor):
-            raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
-        if value.is_meta:
-            raise AmpValueError(f"{where} is on the meta device, without values")
-        if value.layout != torch.strided:
-            raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
-        if value.dtype != dtype:
-            raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype}")
+    check_tensor(f"the state {coded.codes_key!r} of {name}", codes, dtype=DTYPES[coded.code])
+    check_tensor(f"the state {coded.scales!r} of {name}", scales, dtype=torch.float32)
     # Without values, so that each rank of a sharded state sees the whole.
     expected = tuple(zero_scales(codes).shape) if is_sharded(scales) else scales_shape(local([codes])[0])
     if tuple(scales.shape) != expected:
@@ -300,13 +291,28 @@ def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Ten
     return codes, scales
 
 
+def check_tensor(
+    where: str, value: Any, shape: torch.Size | None = None, dtype: torch.dtype | None = None, allows_meta: bool = False
+) -> None:
+    """Raises AmpValueError unless an entry of a checkpoint is a strided tensor of the shape, if one is given, and of
+    the dtype: None for any floating one."""
+    if not isinstance(value, Tensor):
+        raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
+    if value.is_meta and not allows_meta:
+        raise AmpValueError(f"{where} is on the meta device, without values")
+    if shape is not None and value.shape != shape:
+        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}")
+    if value.layout != torch.strided:
+        raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
+    if not value.is_floating_point() if dtype is None else value.dtype != dtype:
+        raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype or 'a floating type'}")
+
+
 def check_scales(where: str, low: float, high: float) -> None:
     """Raises AmpValueError unless all scales are finite numbers >= 0."""
     if not (low >= 0 and math.isfinite(high)):
-        raise AmpValueError(
-            f"{where} has {low if not low >= 0 else high!r}, expected finite numbers >= 0: the file is damaged, or the "
-            "run that saved it had diverged"
-        )
+        wrong = low if not low >= 0 else high
+        raise AmpValueError(f"{where} has {wrong!r}, expected finite numbers >= 0: {DAMAGED}")
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from ampctx.optimizers._options import Group, evaluated, param_name, refuse_spar
 from ampctx.optimizers._state_types import State
 
 _KEY = "remainder"
-_TRANSIENT = ("_seen",)
 
 
 class SplitMasters(torch.optim.Optimizer):
@@ -270,12 +269,7 @@ class SplitMasters(torch.optim.Optimizer):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without hooks (private in torch), as torch's own optimizers.
-        return {
-            name: value
-            for name, value in without_amp(self).items()
-            if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
-        }
+        return without_amp(self, "_seen")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
