@@ -338,7 +338,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_between_steps(group, self._flags(group))
                 _state_types.check(type(self).__name__, self._ops, group)
             except AmpError as error:
-                raise _options.in_group(error, f"param_groups[{g}]") from None
+                raise type(error)(f"param_groups[{g}]: {error}") from None
         if self._offload is not None:
             self._offload.step(self, scaling)
         else:
@@ -620,7 +620,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             try:
                 self._check_given(group.saved)
             except AmpError as error:
-                raise _options.in_group(error, f"param_groups[{g}] of the checkpoint") from None
+                raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
             for p, name, state in group.states:
                 names[p] = name
                 _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
