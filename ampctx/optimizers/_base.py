@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -187,11 +188,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _saved_options(self, group: Group) -> Sequence[str]:
         """The options that all versions of torch, apex and ampctx save, besides lr."""
         return _checkpoint.options_of(SPECS[self._op_of(group)])
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
-        sized = SPECS[self._op_of(group)].sized
-        return {state.name: state.key if not state.if_set or group[state.if_set] else None for state in sized}
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
@@ -450,7 +446,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _forms(self, group: Group, in_codes: bool) -> Forms:
         """How the state of parameters is kept. ``in_codes``: whether they are large enough for codes."""
-        return _state_types.forms_of(SPECS[self._op_of(group)], group, self._state_lists(group), in_codes)
+        return _state_types.forms_of(SPECS[self._op_of(group)], group, in_codes)
 
     def _forms_of(self, p: Tensor, group: Group) -> Forms:
         return self._forms(group, p.numel() >= _state_types.smallest_coded(group))
@@ -463,10 +459,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {key: forms.dtype_of(key) for key in keys}
 
     @torch.no_grad()
-    def first_state(self, p: Tensor, group: Group) -> State:
+    def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
         state: State = {}
-        at = p.detach().cpu() if self._offload is not None else p
+        if at is None:
+            at = p.detach().cpu() if self._offload is not None else p
         self._make_state(at, state, self._needed(self._forms_of(p, group), self.layout_of(p)))
         return state
 
@@ -499,11 +496,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state.get(p, {})
-                if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
-                    follow(p, state, self._seen)
+        for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
+            follow(p, self.state.get(p, {}), self._seen)
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
         arguments = self._arguments(work, scaling)
@@ -571,7 +565,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         All errors name group, parameter and key. Nothing has changed then.
         """
-        states: dict[Tensor, dict[str, Any]] = {}
+        states: dict[Tensor, State] = {}
         rates = [group["lr"] for group in self.param_groups]
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -596,19 +590,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                     group["lr"] = rate
 
         # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
-        hooks = [
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        ]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
+            hooks.callback(self.register_load_state_dict_post_hook(after, prepend=True).remove)
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, dict[str, Any]]:
-        result, names = {}, {}
-        one_element = set(self._one_element.values())
+    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, State]:
+        result, names, at, one_element = {}, {}, {}, set(self._one_element.values())
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
             spec = SPECS[self._op_of(group.saved)]
@@ -624,13 +612,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p, name, state in group.states:
                 names[p] = name
                 _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
-                at = p if self._offload is None else self._offload.twin_of(p)
-                result[p] = _checkpoint.restored(at, name, state, one_element, self._useless_state(p))
+                at[p] = p if self._offload is None else self._offload.twin_of(p)
+                result[p] = _checkpoint.restored(at[p], name, state, one_element, self._useless_state(p))
         _checkpoint.check_values(result, names)
         for group in groups:
             for p, _, _ in group.states:
-                at = p if self._offload is None else self._offload.twin_of(p)
-                _state_types.convert(at, result[p], self._forms_of(p, group.saved))
+                _state_types.convert(at[p], result[p], self._forms_of(p, group.saved))
         return result
 
     def _useless_state(self, p: Tensor) -> set[str]:

@@ -24,8 +24,7 @@ from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
-from ampctx.optimizers._options import Group, param_name, refuse_sparse
-from ampctx.optimizers._state_types import State
+from ampctx.optimizers._options import param_name, refuse_sparse
 from ampctx.optimizers._work import Scaling
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
@@ -88,7 +87,10 @@ class Offload:
                     "optimizer then steps on the CPU."
                 )
         memory = sum(2 * p.nbytes for p in group["params"])  # of weight and gradient
-        state = sum(_state_bytes(optimizer, each) for each in optimizer.param_groups)
+        # That steps have yet to make.
+        missing = [(p, g) for g in optimizer.param_groups for p in g["params"] if p not in optimizer.state]
+        entries = (optimizer.first_state(p, g, torch.empty_like(p, device="meta")).values() for p, g in missing)
+        state = sum(entry.nbytes for of_param in entries for entry in of_param)
         available = available_bytes()
         if available is not None and memory + state > available:
             raise AmpValueError(
@@ -240,18 +242,6 @@ class Offload:
 
 def _of(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}(offload='cpu')"
-
-
-def _state_bytes(optimizer: Any, group: Group) -> int:
-    """The bytes of the state that steps have yet to make."""
-    total = 0
-    for p in group["params"]:
-        if p not in optimizer.state:
-            made: State = {}
-            needed = optimizer._needed(optimizer._forms_of(p, group), optimizer.layout_of(p))
-            optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
-            total += sum(value.nbytes for value in made.values())
-    return total
 
 
 def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:

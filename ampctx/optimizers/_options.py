@@ -142,7 +142,7 @@ def check_between_steps(group: Group, flags: Sequence[str]) -> None:
 
 def check_seed(seed: Any) -> int:
     try:
-        number = index(None if isinstance(seed, (bool, Tensor)) else seed)
+        number: int = index("" if isinstance(seed, (bool, Tensor)) else seed)  # type: ignore[arg-type]
     except TypeError:
         raise AmpTypeError(f"seed must be an int, got {type(seed).__name__}") from None
     if not 0 <= number < 2**62:

@@ -29,10 +29,12 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
+from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.step import Counts, Step
 from ampctx.masters.store import EXTRAS
+from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, check_one_element
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
@@ -416,4 +418,5 @@ class Plan:
         given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
         forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
         own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
-        return [*own, *map(optimizer._state_lists, groups), *forms]
+        sized = [_state_types.sized_of(SPECS[optimizer._op_of(group)], group) for group in groups]
+        return [*own, *sized, *forms]
