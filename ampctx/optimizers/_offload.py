@@ -24,7 +24,7 @@ from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
-from ampctx.optimizers._options import param_name, refuse_sparse
+from ampctx.optimizers._options import param_name, with_grads
 from ampctx.optimizers._work import Scaling
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
@@ -207,12 +207,8 @@ class Offload:
 
     def _gradients(self, optimizer: Any, members: list[Tensor]) -> dict[Tensor, Tensor]:
         """The gradient of each parameter that has one, after its checks."""
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    if p.grad.layout is not torch.strided:
-                        refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
-                    optimizer._check_param(g, i, p)
+        for g, i, p, _ in with_grads(type(optimizer).__name__, optimizer.param_groups):
+            optimizer._check_param(g, i, p)
         return {p: p.grad for p in members if p.grad is not None}
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:

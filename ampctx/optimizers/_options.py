@@ -179,6 +179,16 @@ def refuse_sparse(of: str, name: str) -> None:
     )
 
 
+def with_grads(of: str, groups: list[Group]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """The places (g, i) of parameters with a gradient, these, and their gradients. Refuses sparse ones."""
+    for g, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if (grad := p.grad) is not None:
+                if grad.layout is not torch.strided:
+                    refuse_sparse(of, param_name(groups, g, i))
+                yield g, i, p, grad
+
+
 def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Each parameter once, with its first place."""
     seen = set()

@@ -20,7 +20,7 @@ from ampctx.masters.lazy_grads import declares
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
+from ampctx.optimizers._options import Group, check_flag, param_name, refuse_dtype, with_grads
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 
 
@@ -146,25 +146,19 @@ class LARC:
 
     def _gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The gradients and parameters of each group, after all checks of a step."""
-        result = []
-        for g, group in enumerate(self.param_groups):
+        groups = self.param_groups
+        for group in groups:
             place_grads(group["params"])
             check_flag("maximize", group.get("maximize", False))
-            grads, params = [], []
-            # A parameter that is in a group twice has one gradient.
-            for i, p in places(group["params"]):
-                if (grad := p.grad) is None:
-                    continue
-                if grad.layout is not torch.strided:
-                    refuse_sparse("LARC", param_name(self.param_groups, g, i))
-                if p.dtype not in KERNEL_DTYPES:
-                    refuse_dtype("LARC", param_name(self.param_groups, g, i), p.dtype)
-                if grad._is_zerotensor():  # torch refuses to write it
-                    grad = p.grad = grad.clone()
-                grads.append(grad)
-                params.append(p)
-            result.append((grads, params))
-        return result
+        # A parameter that is in a group twice has one gradient.
+        found: list[dict[Tensor, Tensor]] = [{} for _ in groups]
+        for g, i, p, grad in with_grads("LARC", groups):
+            if p.dtype not in KERNEL_DTYPES:
+                refuse_dtype("LARC", param_name(groups, g, i), p.dtype)
+            if grad._is_zerotensor():  # torch refuses to write it
+                grad = p.grad = grad.clone()
+            found[g].setdefault(p, grad)
+        return [(list(of_group.values()), list(of_group)) for of_group in found]
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:

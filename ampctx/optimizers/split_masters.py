@@ -15,7 +15,7 @@ from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.masters.store import follow, joined
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, evaluated, param_name, refuse_sparse
+from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
 
 _KEY = "remainder"
@@ -127,13 +127,9 @@ class SplitMasters(torch.optim.Optimizer):
         loss = evaluated(closure)
         assert self.inner is not None
         stepped: dict[Tensor, None] = {}
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    if p.grad.layout is not torch.strided:
-                        refuse_sparse("SplitMasters", param_name(self.param_groups, g, i))
-                    self._check(p, g, i)
-                    stepped[p] = None
+        for g, i, p, _ in with_grads("SplitMasters", self.param_groups):
+            self._check(p, g, i)
+            stepped[p] = None
         # Not those of parameters that have left.
         members = {p for group in self.param_groups for p in group["params"]}
         self._seen = {p: version for p, version in self._seen.items() if p in members}
