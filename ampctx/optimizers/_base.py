@@ -398,7 +398,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         place_grads(group["params"])
         first = sum(len(group["params"]) for group in self.param_groups[:g])
         strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
-        for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):
+        for i, p in enumerate(group["params"]):
+            if self._has_repeats and any(p is other for other in group["params"][:i]):
+                continue
             # Reading .grad of a master would materialize its lazy gradient.
             grad = lazy_grads.get(p)
             is_lazy = grad is not None

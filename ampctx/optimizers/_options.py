@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -187,15 +187,6 @@ def with_grads(of: str, groups: list[Group]) -> Iterator[tuple[int, int, Tensor,
                 if grad.layout is not torch.strided:
                     refuse_sparse(of, param_name(groups, g, i))
                 yield g, i, p, grad
-
-
-def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each parameter once, with its first place."""
-    seen = set()
-    for i, p in enumerate(params):
-        if id(p) not in seen:
-            seen.add(id(p))
-            yield i, p
 
 
 def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:

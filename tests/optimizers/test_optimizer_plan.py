@@ -70,6 +70,12 @@ def test_calls_are_kept_and_are_the_same(name, mode):
     assert [set(map(id, found)) for found in (plans[1::2], plans[::2])] == [{id(None)}, {id(plans[0])}]
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_calls_with_codes_are_the_same(capturable):
+    options = {"state_dtype": "8bit", "min_8bit_size": 0, "capturable": capturable}
+    assert same_as_without_plans(lambda: FusedAdam(parameters(), **options))._plan is not None
+
+
 def freeze(optimizer):
     optimizer.gives = params_of(optimizer)[1:]
     params_of(optimizer)[0].grad = None
