@@ -28,7 +28,7 @@ class Store(Protocol):
         """The parameter and what is kept of an fp32 weight. ``kept``: what the weight was made with, if anything."""
 
 
-class _Copy:
+class _CopyStore:
     """The fp32 weight."""
 
     mode, key = "copy", "master_param"
@@ -46,7 +46,7 @@ class _Copy:
         return weight.to(dtype), weight
 
 
-class _Split:
+class _SplitStore:
     """The 16 bits that a bf16 weight lacks of fp32."""
 
     mode, key = "split", "remainder"
@@ -65,7 +65,7 @@ class _Split:
         return split(weight)
 
 
-class _Kahan:
+class _KahanStore:
     """The rounding error, in 16 bits."""
 
     mode, key = "kahan", "compensation"
@@ -89,7 +89,7 @@ class _Kahan:
         return rounded, torch.where(torch.isfinite(rest), rest, 0).to(dtype)
 
 
-STORES: dict[str, Store] = {store.mode: store for store in (_Copy(), _Split(), _Kahan())}
+STORES: dict[str, Store] = {store.mode: store for store in (_CopyStore(), _SplitStore(), _KahanStore())}
 # mode -> key
 EXTRAS = {mode: store.key for mode, store in STORES.items()}
 
