@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "the device goes by the flag of the last loss", "ampctx",
-        "optimizer.found_inf = join_flags(flags, flags[0].device)", "optimizer.found_inf = flags[-1]",
+        "flag = join_flags(flags, flags[0].device) if flags else None", "flag = flags[-1] if flags else None",
         f"{STEPS} {ROWS}outcome_of_each_step.py",
     ),
     Fault(
