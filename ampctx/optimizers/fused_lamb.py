@@ -153,14 +153,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """
         return self._step_by(closure, given, **kwargs)
 
-    def _may_keep_masters(self) -> bool:
-        return self.reduced_precision_dtype in LOW_PRECISION
-
-    def _keeps_master(self, p: Tensor) -> bool:
-        return p.dtype == self.reduced_precision_dtype
-
-    def _write_backs(self) -> tuple[Any, ...]:
-        return *super()._write_backs(), self.reduced_precision_dtype
+    @property
+    def _master_dtypes(self) -> tuple[torch.dtype, ...]:
+        dtype = self.reduced_precision_dtype
+        return (dtype,) if dtype in LOW_PRECISION else ()
 
     def _useless_state(self, p: Tensor) -> set[str]:
         # A dtype set after loading may need them.
