@@ -218,7 +218,8 @@ class Frames:
             known = hold_grads(given, are_plain)
             if known is not None or all(map(_fills_its_storage, given)):
                 last, values = not self._masters.params_without_master, given if known is None else known
-                return params, [], {}, Pending(masters, place, values, factor, found_inf, last)
+                ids = self._masters.master_ids if masters is self._masters.masters else None
+                return params, [], {}, Pending(masters, place, values, factor, found_inf, last, ids)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []

@@ -208,6 +208,7 @@ class MasterParams:
         """What follows from the pairs and the plain parameters. Lists to read only."""
         self.params_with_master = [p for p, _ in self.pairs]
         self.masters = [master for _, master in self.pairs]
+        self.master_ids = list(map(id, self.masters))
         self.model_of = {master: p for p, master in self.pairs}
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]

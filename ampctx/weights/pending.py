@@ -85,6 +85,7 @@ class Pending:
         values: the gradient of each, not changed; strided, on any mix of devices.
         inv_scale: the factor that unscales them.
         found_inf: set if a gradient holds inf or nan. ``last``: no later call raises it.
+        ids: those of the masters, if they are known.
 
     Reads the gradients once. No host sync.
     """
@@ -97,9 +98,10 @@ class Pending:
         inv_scale: Factor,
         found_inf: FoundInf,
         last: bool = False,
+        ids: list[int] | None = None,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
-        self.ids = list(map(id, masters))
+        self.ids = list(map(id, masters)) if ids is None else ids
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
