@@ -300,11 +300,6 @@ class Frames:
 
     # --- between blocks -----------------------------------------------------------------------------------------------
 
-    def have_arrived(self) -> bool:
-        """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        goes_on = self.frames[0].is_window or self.frames[0].window is not None
-        return not goes_on and not tensor_loops.have_no_grad(self._masters.leaves, False)
-
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect`` has anything to do."""
         if self.frames:

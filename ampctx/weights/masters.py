@@ -357,10 +357,6 @@ class MasterParams:
         if self.pairs:
             self._agreed, self.ahead = self._counts(), False
 
-    def model_changed(self) -> None:
-        """Notes that a load may have written weights behind the masters."""
-        self.unsure = True
-
     def restored(self) -> None:
         """Notes that a checkpoint has set the masters, and the model to the rounded masters."""
         self.unsure = self.were_restored = True
