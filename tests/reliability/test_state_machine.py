@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -67,44 +66,23 @@ class Weights(nn.Module):
         return sum(((self.get_parameter(name).float() * f).sum() for name, f in factors.items()), torch.zeros(()))
 
 
-@dataclass
-class Param:
-    """What the reference knows of a parameter. ``plain``: gradients that amp has yet to collect, of a master's model
-    weight. ``window``: those of delayed blocks."""
-
-    value: Tensor
-    frozen: bool = False
-    has_master: bool = False
-    grad: Tensor | None = None
-    plain: Tensor | None = None
-    window: Tensor | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
+    """``plain``: gradients that amp has yet to collect, of a weight with a master. ``window``: of delayed blocks."""
+    grads = dict.fromkeys(("grad", "plain", "window"))
+    return SimpleNamespace(value=value, frozen=frozen, has_master=False, state={}, **grads)
 
 
-@dataclass
-class Opt:
-    """What the reference knows of an optimizer. ``flag``: the next step is skipped. ``checked``: a block has checked
-    gradients since the last step. ``stepped``: a step has left gradients. ``window``: the loss of the latest delayed
-    block. ``open``: how many blocks are. ``final``: weights have come to stay. ``outcomes``: whether each step was
-    skipped."""
-
-    kind: str
-    flag: bool = False
-    checked: bool = False
-    stepped: bool = False
-    window: int | None = None
-    open: int = 0
-    final: bool = False
-    outcomes: list[bool] = field(default_factory=list)
+def optimizer(kind: str) -> SimpleNamespace:
+    """``flag``: the next step is skipped. ``checked``, ``stepped``: a block has checked gradients since the last step,
+    a step has left some. ``window``: the loss of the latest delayed block. ``open``: how many blocks are. ``final``:
+    weights have come to stay. ``outcomes``: whether each step was skipped."""
+    flags = dict.fromkeys(("flag", "checked", "stepped", "final"), False)
+    return SimpleNamespace(kind=kind, window=None, open=0, outcomes=[], **flags)
 
 
-@dataclass
-class Scale:
-    """``waiting``: whether the blocks that left the update to a later one overflowed, None without such blocks."""
-
-    value: float
-    clean: int = 0
-    waiting: bool | None = None
+def scale_of(value: float) -> SimpleNamespace:
+    """``waiting``: whether blocks that left the update to a later one overflowed, None without such blocks."""
+    return SimpleNamespace(value=value, clean=0, waiting=None)
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -139,6 +117,7 @@ BLOCKS = blocks(st.lists(blocks(st.lists(PLAIN_BLOCKS, max_size=1)), max_size=2)
 OPTS = st.integers(0, 1)
 LEVELS_DRAWN = st.sampled_from(["O0", "O1", "O2", "O2", "O4", "O5", "O5"])
 CLIPS = (clip_grad_norm_, nn.utils.clip_grad_norm_)
+BETWEEN = st.sampled_from(["", "", "", "", "read", "read", *CLIPS])
 
 
 class Training(RuleBasedStateMachine):
@@ -159,9 +138,9 @@ class Training(RuleBasedStateMachine):
             self.level, self.by_optimizer = "O5", "split" if split else True
             kinds = ("FusedAdam-masters", "FusedAdam-masters")
         self.near = any("Adam" in kind for kind in kinds)
-        self.opts = [Opt(kind) for kind in kinds]
+        self.opts = [optimizer(kind) for kind in kinds]
         self.layout = copy.deepcopy(PLACES)
-        self.params = {name: Param(torch.zeros(()), name in frozen) for name in NAMES}
+        self.params = {name: param(frozen=name in frozen) for name in NAMES}
         self.build()
         for name, p in self.params.items():
             value = self.model.get_parameter(name).detach().clone()
@@ -196,15 +175,13 @@ class Training(RuleBasedStateMachine):
             self.model, self.optimizers, opt_level=self.level, num_losses=2, loss_scale=scale, **options
         )
         self.checks = self.scale in ("dynamic", "held")
-        self.scales = [Scale(high if scale == "dynamic" else scale or 1.0) for _ in range(2)]
+        self.scales = [scale_of(high if scale == "dynamic" else scale or 1.0) for _ in range(2)]
         for n, p in self.params.items():
             joined = self.is_low(n) and self.place(n) is not None and (p.has_master or not p.frozen)
             p.has_master = joined and not self.by_optimizer
             if self.is_low(n) and not p.has_master and not (joined and self.by_optimizer == "split"):
                 p.value = self.rounded(p.value)
-        for i, opt in enumerate(self.opts):
-            self.opts[i] = Opt(opt.kind)
-        self.stale = set()
+        self.opts, self.stale = [optimizer(opt.kind) for opt in self.opts], set()
 
     # --- what the reference knows -------------------------------------------------------------------------------------
 
@@ -279,12 +256,22 @@ class Training(RuleBasedStateMachine):
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     @rule(spec=BLOCKS)
-    def nested_blocks(self, spec):
-        self.run_block(spec)
-
-    @rule(spec=PLAIN_BLOCKS)
     def block(self, spec):
         self.run_block(spec)
+
+    @rule(specs=st.lists(PLAIN_BLOCKS, min_size=1, max_size=3), between=BETWEEN, zero=st.booleans())
+    def iteration(self, specs, between, zero):
+        """A usual one: blocks, perhaps a look at the gradients or a clip, a step."""
+        i = specs[0].opts[-1]
+        for spec in specs:
+            self.run_block(spec)
+        if self.idle and between == "read":
+            self.read_gradients(i)
+        elif self.idle and between and not self.by_optimizer:
+            self.clip(i, 0.5, between)
+        self.step(i)
+        if zero:
+            self.zero_grad(i, True)
 
     def run_block(self, spec, caller=False):
         """``caller``: an exception may leave the block."""
@@ -332,8 +319,8 @@ class Training(RuleBasedStateMachine):
         self.update_scale(spec.loss, bad, ends != "")
 
     @precondition(lambda self: self.idle)
-    @rule(spec=PLAIN_BLOCKS)
-    def plain_backward(self, spec):
+    @rule(spec=PLAIN_BLOCKS, step=st.booleans())
+    def plain_backward(self, spec, step):
         factors = self.factors(spec, lambda n: self.params[n].has_master)
         if factors:
             self.model.loss(factors).backward()
@@ -343,6 +330,8 @@ class Training(RuleBasedStateMachine):
                 p.plain = plus(p.plain, factor)
             else:
                 p.grad = plus(p.grad, factor)
+        if step:
+            self.step(spec.opts[-1])
 
     @rule(i=OPTS, to_none=st.booleans())
     def zero_grad(self, i, to_none):
