@@ -106,8 +106,8 @@ def blocks(inner: Any) -> Any:
         names=MASK,
         refused=st.booleans(),
         seed=st.integers(0, 16),
-        bad=st.sampled_from([0.0, 0.0, 0.0, 0.0, INF, NAN]),
-        fails=st.sampled_from(["", "", "", "", "", "early", "late", "through"]),
+        bad=st.sampled_from([0.0] * 7 + [INF, NAN]),
+        fails=st.sampled_from([""] * 8 + ["early", "late", "through"]),
         inner=inner,
     )
 
@@ -118,6 +118,7 @@ OPTS = st.integers(0, 1)
 LEVELS_DRAWN = st.sampled_from(["O0", "O1", "O2", "O2", "O4", "O5", "O5"])
 CLIPS = (clip_grad_norm_, nn.utils.clip_grad_norm_)
 BETWEEN = st.sampled_from(["", "", "", "", "read", "read", *CLIPS])
+ROUNDS = st.lists(st.tuples(st.lists(PLAIN_BLOCKS, min_size=1, max_size=3), BETWEEN, st.booleans()), max_size=3)
 
 
 class Training(RuleBasedStateMachine):
@@ -127,7 +128,7 @@ class Training(RuleBasedStateMachine):
         level=LEVELS_DRAWN,
         kinds=st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(KINDS))),
         split=st.booleans(),
-        scale=st.sampled_from(["dynamic", "dynamic", "held", 128.0, None]),
+        scale=st.sampled_from(["dynamic", "dynamic", "dynamic", "held", 128.0, None]),
         bounds=st.sampled_from([(None, 2.0**8), (2.0**5, 2.0**7)]),
         frozen=st.sampled_from([(), (), ("a0",), ("b1", "c0")]),
     )
@@ -146,6 +147,8 @@ class Training(RuleBasedStateMachine):
             value = self.model.get_parameter(name).detach().clone()
             p.value = value.double() if self.near else value
         self.initialize()
+        if scale == "dynamic":
+            self.load_scales(GROWTH_INTERVAL - 5, 64.0)
 
     def build(self):
         """A model and its optimizers, with the groups that the reference has."""
@@ -259,19 +262,20 @@ class Training(RuleBasedStateMachine):
     def block(self, spec):
         self.run_block(spec)
 
-    @rule(specs=st.lists(PLAIN_BLOCKS, min_size=1, max_size=3), between=BETWEEN, zero=st.booleans())
-    def iteration(self, specs, between, zero):
-        """A usual one: blocks, perhaps a look at the gradients or a clip, a step."""
-        i = specs[0].opts[-1]
-        for spec in specs:
-            self.run_block(spec)
-        if self.idle and between == "read":
-            self.read_gradients(i)
-        elif self.idle and between and not self.by_optimizer:
-            self.clip(i, 0.5, between)
-        self.step(i)
-        if zero:
-            self.zero_grad(i, True)
+    @rule(rounds=ROUNDS)
+    def iterations(self, rounds):
+        """Usual ones: blocks, perhaps a look at the gradients or a clip, a step."""
+        for specs, between, zero in rounds:
+            i = specs[0].opts[-1]
+            for spec in specs:
+                self.run_block(spec)
+            if self.idle and between == "read":
+                self.read_gradients(i)
+            elif self.idle and between and not self.by_optimizer:
+                self.clip(i, 0.5, between)
+            self.step(i)
+            if zero:
+                self.zero_grad(i, True)
 
     def run_block(self, spec, caller=False):
         """``caller``: an exception may leave the block."""
@@ -411,7 +415,9 @@ class Training(RuleBasedStateMachine):
         opt, members = self.opts[i], self.members(i)
         self.collect(i)
         if opt.window is not None:
-            loss, some = opt.window, any(p.window is not None for p in members.values())
+            unchecked = [p.grad for p in members.values() if not (p.has_master or opt.checked)]
+            some = any(grad is not None for grad in [*unchecked, *(p.window for p in members.values())])
+            loss = opt.window
             opt.flag |= (bad := self.arrive(i, {}))
             if self.checks and some:
                 waiting, self.scales[loss].waiting = self.scales[loss].waiting, None
@@ -655,11 +661,12 @@ class Training(RuleBasedStateMachine):
         self.initialize()
 
     @precondition(lambda self: self.scale == "dynamic" and self.idle)
-    @rule(clean=st.integers(GROWTH_INTERVAL - 3, GROWTH_INTERVAL - 1))
-    def load_count_of_clean_blocks(self, clean):
+    @rule(clean=st.integers(GROWTH_INTERVAL - 3, GROWTH_INTERVAL - 1), first=st.sampled_from([32.0, 64.0]))
+    def load_scales(self, clean, first):
         entry = self.session.state_dict()
         for i, scale in enumerate(self.scales):
-            entry[f"loss_scaler{i}"]["unskipped"] = scale.clean = clean
+            scale.value, scale.clean = first * (1 + i), clean
+            entry[f"loss_scaler{i}"] |= {"loss_scale": scale.value, "unskipped": clean}
         self.session.load_state_dict(entry)
 
     # --- what holds after each call -----------------------------------------------------------------------------------
@@ -698,7 +705,7 @@ class Training(RuleBasedStateMachine):
 TestTraining = Training.TestCase
 TestTraining.settings = settings(
     max_examples=int(EXAMPLES or 100),
-    stateful_step_count=40,
+    stateful_step_count=30,
     derandomize=EXAMPLES is None,
     phases=[Phase.generate, *([Phase.shrink] if EXAMPLES else [])],
     deadline=None,
