@@ -138,6 +138,9 @@ class MasterParams:
         groups, before = optimizer.param_groups, tensor_loops.members_of(optimizer.param_groups)
         known = {id(p) for p in (*self.model_of, *self._master_of.values(), *self.params_without_master, *self._frozen)}
         known |= self._master_of.keys()
+        left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
+        # By the ids of both.
+        pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}
         pairs: list[tuple[Tensor, Tensor]] = []
         plain: list[Tensor] = []
         frozen: list[Tensor] = []
@@ -149,9 +152,9 @@ class MasterParams:
                     if id(p) in stands_for:  # twice in the groups: it counts once
                         group["params"][i] = stands_for[id(p)]
                         continue
-                    master = p if p in self.model_of else self._master_of.get(id(p)) or self._back(p)
+                    model, master = pair_of.get(id(p), (p, None))
                     if master is not None:
-                        pairs.append((self.model_of.get(master, p), master))
+                        pairs.append((model, master))
                     elif not self.master_weights or p.dtype not in LOW_PRECISION:
                         plain.append(p)
                     elif not p.requires_grad:
@@ -168,11 +171,15 @@ class MasterParams:
                         pairs.append((p, master))
                         made.append((p, master))
                     here = group["params"][i] = p if master is None else master
-                    stands_for[id(p)] = stands_for[id(here)] = here
+                    stands_for[id(p)] = stands_for[id(model)] = stands_for[id(here)] = here
         except BaseException:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
+        for p, master in left:
+            if id(master) in stands_for:
+                master.copy_(resynced(p, master))  # what the program has written since it left
+                del self._left[p]
         for p, master in self.pairs:
             if id(master) not in stands_for:
                 self._left[p] = weakref.ref(master)
@@ -196,13 +203,6 @@ class MasterParams:
                 p.grad = None
                 self.dropped_grads.append(self._name_of(p))
         self.agree()
-
-    def _back(self, p: Tensor) -> Tensor | None:
-        """The master of a parameter that was out of the groups, with what the program has written to it since."""
-        reference = self._left.pop(p, None)
-        if (master := None if reference is None else reference()) is not None:
-            master.copy_(resynced(p, master))
-        return master
 
     def _derive(self, optimizer: Any) -> None:
         """What follows from the pairs and the plain parameters. Lists to read only."""

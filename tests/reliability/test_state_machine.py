@@ -714,7 +714,6 @@ TestTraining.settings = settings(
 )
 
 
-@pytest.mark.xfail(reason="the outer block drops 16-bit gradients of optimizers it does not name", strict=True)
 def test_a_delayed_block_inside_one_of_another_optimizer_keeps_its_gradients(session):
     models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     opts = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
@@ -728,7 +727,6 @@ def test_a_delayed_block_inside_one_of_another_optimizer_keeps_its_gradients(ses
     assert not torch.equal(models[1].weight, before)
 
 
-@pytest.mark.xfail(reason="the op writes only the weights of masters that have gradients", strict=True)
 def test_a_fused_step_without_gradients_shows_an_edit_of_masters(session):
     model = nn.Linear(2, 1, bias=False)
     optimizer = optimizers.FusedSGD(model.parameters(), lr=1.0)
