@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, MutableMappi
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -249,7 +249,7 @@ class MasterParams:
         source = p if original is None or is_distributed() else original
         # A copy even of fp32 data: state dicts from before initialize share the original.
         master = source.detach().to(torch.float32, copy=True)
-        return MasterParam(master, place=self.place) if self.takes_pending else master.requires_grad_()
+        return MasterParam(master, place=self.place) if self.takes_pending else nn.Parameter(master)
 
     def in_groups(self, optimizer: Any) -> list[Tensor]:
         """The model parameters whose masters are in the groups now."""

@@ -74,9 +74,9 @@ def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
 
 def optimizer(kind: str) -> SimpleNamespace:
     """``flag``: the next step is skipped. ``checked``, ``stepped``: a block has checked gradients since the last step,
-    a step has left some. ``window``: the loss of the latest delayed block. ``open``: how many blocks are. ``final``:
-    weights have come to stay. ``outcomes``: whether each step was skipped."""
-    flags = dict.fromkeys(("flag", "checked", "stepped", "final"), False)
+    a step has left some. ``window``: the loss of the latest delayed block. ``open``: how many blocks are.
+    ``outcomes``: whether each step was skipped."""
+    flags = dict.fromkeys(("flag", "checked", "stepped"), False)
     return SimpleNamespace(kind=kind, window=None, open=0, outcomes=[], **flags)
 
 
@@ -184,7 +184,7 @@ class Training(RuleBasedStateMachine):
             p.has_master = joined and not self.by_optimizer
             if self.is_low(n) and not p.has_master and not (joined and self.by_optimizer == "split"):
                 p.value = self.rounded(p.value)
-        self.opts, self.stale = [optimizer(opt.kind) for opt in self.opts], set()
+        self.opts = [optimizer(opt.kind) for opt in self.opts]
 
     # --- what the reference knows -------------------------------------------------------------------------------------
 
@@ -284,11 +284,9 @@ class Training(RuleBasedStateMachine):
         loss = self.model.loss(factors)
         self.collect(*(i for i, opt in enumerate(self.opts) if opt.window is None and not opt.open))
         given, nested = [self.optimizers[i] for i in spec.opts], any(opt.open for opt in opts)
-        # A block drops the gradients that a delayed one inside it has left in other optimizers: see the test below.
-        ends = "" if spec.ends == "unscale" and not nested and any(opt.open for opt in self.opts) else spec.ends
-        delays = {"delay_unscale": ends == "unscale", "delay_overflow_check": ends == "check"}
+        delays = {"delay_unscale": spec.ends == "unscale", "delay_overflow_check": spec.ends == "check"}
         for opt in opts:
-            opt.open, opt.final = opt.open + 1, True
+            opt.open += 1
         try:
             with self.session.scale_loss(loss, given if spec.opts != (0,) else given[0], spec.loss, **delays) as scaled:
                 if spec.fails == "early":
@@ -311,7 +309,7 @@ class Training(RuleBasedStateMachine):
         finally:
             for opt in opts:
                 opt.open -= 1
-        if ends == "unscale" and not nested:
+        if spec.ends == "unscale" and not nested:
             for n, factor in factors.items():
                 self.params[n].window = plus(self.params[n].window, factor)
             for opt in opts:
@@ -320,7 +318,7 @@ class Training(RuleBasedStateMachine):
         bad = max(self.arrive(i, factors) for i in spec.opts)  # all of them
         for opt in opts:
             opt.flag, opt.checked = opt.flag or bad, opt.checked or self.checks
-        self.update_scale(spec.loss, bad, ends != "")
+        self.update_scale(spec.loss, bad, spec.ends != "")
 
     @precondition(lambda self: self.idle)
     @rule(spec=PLAIN_BLOCKS, step=st.booleans())
@@ -425,15 +423,13 @@ class Training(RuleBasedStateMachine):
                 self.scales[loss].waiting = waiting
         if self.checks and opt.stepped and not opt.checked:
             opt.flag |= any(is_bad(p.grad) for p in members.values() if not p.has_master)
-        skipped, had = opt.flag, {n: p.grad for n, p in members.items()}
+        skipped = opt.flag
         if not skipped:
             (update or self.update)(i)
-            # Fused optimizers write a weight along with its master, if there is a gradient: see the test below.
-            self.stale -= {n for n, p in had.items() if p is not None or not opt.kind.startswith("Fused")}
         for p in members.values():
             p.grad = None if p.has_master else p.grad
         opt.flag = opt.checked = False
-        opt.stepped = opt.final = True
+        opt.stepped = True
         opt.outcomes += [skipped] if update is None or skipped else []
         return skipped
 
@@ -511,8 +507,6 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.idle and len(self.out) < 2)
     @rule(i=OPTS, k=st.integers(0, 7))
     def remove(self, i, k):
-        if self.stale:
-            return
         self.zero_all()
         name, p = self.take_out(i, k)
         if name:
@@ -568,16 +562,13 @@ class Training(RuleBasedStateMachine):
                 self.params[n].value = value
             else:
                 self.take_rounded(n, value)
-        self.stale -= set(values)
-        for opt in self.opts:
-            opt.final = False
 
     @rule(seed=st.integers(0, 22), names=MASK)
     def edit_model(self, seed, names):
-        """16-bit weights with a master only before the first block, which a broadcast may precede."""
+        """A master follows its weight."""
         for n, value in self.values(seed, names).items():
             place = self.place(n)
-            if self.is_low(n) and (place is None or self.by_optimizer or self.opts[place[0]].final or n in self.stale):
+            if self.is_low(n) and (place is None or self.by_optimizer):
                 continue
             with torch.no_grad():
                 self.model.get_parameter(n).copy_(value)
@@ -589,15 +580,13 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.idle and not self.by_optimizer)
     @rule(i=OPTS, seed=st.integers(0, 22), names=MASK)
     def edit_masters(self, i, seed, names):
-        """The model shows it after the next step."""
-        if self.opts[i].final:
-            values, params = self.values(seed, names), self.stepped_params(i)
-            for n in values.keys() & params.keys():
-                with torch.no_grad():
-                    params[n].copy_(values[n])
-                p = self.params[n]
-                p.value = values[n] if p.has_master or not self.is_low(n) else self.rounded(values[n])
-                self.stale |= {n} if p.has_master else set()
+        """The model follows."""
+        values, params = self.values(seed, names), self.stepped_params(i)
+        for n in values.keys() & params.keys():
+            with torch.no_grad():
+                params[n].copy_(values[n])
+            p = self.params[n]
+            p.value = values[n] if p.has_master or not self.is_low(n) else self.rounded(values[n])
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -605,7 +594,7 @@ class Training(RuleBasedStateMachine):
     def layout_now(self):
         return copy.deepcopy(self.layout), [n for n, p in self.params.items() if p.has_master]
 
-    @precondition(lambda self: not self.out and not self.stale)
+    @precondition(lambda self: not self.out)
     @rule(masters=st.booleans())
     def save(self, masters):
         self.zero_all()
@@ -642,16 +631,15 @@ class Training(RuleBasedStateMachine):
         for n, p in self.params.items():
             p.value, p.state = params[n].value, params[n].state
             self.model.get_parameter(n).requires_grad_(not p.frozen)
-        self.scales, self.stale = scales, set()
+        self.scales = scales
         for opt, flag in zip(self.opts, flags, strict=True):
-            opt.flag, opt.checked, opt.stepped, opt.final = flag, False, False, False
+            opt.flag, opt.checked, opt.stepped = flag, False, False
 
     @precondition(lambda self: not self.by_optimizer and not self.out)
     @rule(level=LEVELS_DRAWN)
     def reset_and_initialize(self, level):
         self.zero_all()
         self.session.reset()
-        self.stale = set()
         for n, p in self.model.named_parameters():
             assert p.dtype == torch.float32
             self.check_value(n, p.detach())
@@ -682,7 +670,7 @@ class Training(RuleBasedStateMachine):
     def compare(self):
         state = self.session.master_state_dict(self.model)
         for n, p in self.model.named_parameters():
-            if n not in self.stale and n not in self.out:
+            if n not in self.out:
                 self.check_value(n, state[n])
                 assert torch.equal(p.detach(), state[n].to(p.dtype)), f"{n} is not the rounded master"
             assert p.dtype == (self.low if self.is_low(n) else torch.float32)
