@@ -41,7 +41,7 @@ from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
 from ampctx.scaling.outcome import Culprits
 from ampctx.weights import waiting
-from ampctx.weights.masters import MasterParams
+from ampctx.weights.masters import LOADED, MasterParams
 
 logger = logging.getLogger("ampctx")
 
@@ -466,6 +466,7 @@ class AmpSession(SessionState):
         for binding in block.bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.enter(block.factor, block.inv_scale)
+        LOADED.clear()
         block.notes = [
             b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs))
             for b in (() if block.scale.is_identity else idle)

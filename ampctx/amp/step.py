@@ -44,7 +44,7 @@ from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
-from ampctx.weights.masters import MasterParams
+from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step
 
@@ -248,6 +248,7 @@ class OptimizerBinding:
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True)
+        LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():

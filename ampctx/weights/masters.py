@@ -405,7 +405,6 @@ class MasterParams:
         if weights_final:
             self.unsure = self.were_restored = self.were_loaded = False
             self._loaded = {}
-            LOADED.clear()
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, master) for those of the model parameters that have a master here."""

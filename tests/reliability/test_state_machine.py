@@ -67,8 +67,9 @@ class Weights(nn.Module):
 
 
 def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
-    """``plain``: gradients that amp has yet to collect, of a weight with a master. ``window``: of delayed blocks."""
-    grads = dict.fromkeys(("grad", "plain", "window"))
+    """``plain``: gradients that amp has yet to collect, of a weight with a master. ``window``: of delayed blocks.
+    ``loaded``: all bits of a weight without master, until the next block or step."""
+    grads = dict.fromkeys(("grad", "plain", "window", "loaded"))
     return SimpleNamespace(value=value, frozen=frozen, has_master=False, state={}, **grads)
 
 
@@ -221,7 +222,9 @@ class Training(RuleBasedStateMachine):
     def follow(self, *opts):
         """amp looks at the groups: what was unfrozen gets a master."""
         for n, p in self.members(*opts).items():
-            p.has_master |= self.is_low(n) and not p.frozen and not self.by_optimizer
+            joins = self.is_low(n) and not (p.frozen or p.has_master or self.by_optimizer)
+            p.value = p.loaded if joins and p.loaded is not None else p.value
+            p.has_master |= joins
 
     def collect(self, *opts):
         """amp collects the gradients of plain backwards and checks them."""
@@ -230,6 +233,10 @@ class Training(RuleBasedStateMachine):
             for p in self.members(i).values():
                 self.opts[i].flag |= self.checks and is_bad(p.plain)
                 p.grad, p.plain = plus(p.grad, p.plain), None
+
+    def forget_loaded(self):
+        for p in self.params.values():
+            p.loaded = None
 
     def arrive(self, i, factors):
         """Adds up what a block brings, and what delayed ones have left. Whether that has to skip the step."""
@@ -283,6 +290,8 @@ class Training(RuleBasedStateMachine):
         factors = self.factors(spec, lambda n: True)
         loss = self.model.loss(factors)
         self.collect(*(i for i, opt in enumerate(self.opts) if opt.window is None and not opt.open))
+        self.follow(*spec.opts)
+        self.forget_loaded()
         given, nested = [self.optimizers[i] for i in spec.opts], any(opt.open for opt in opts)
         delays = {"delay_unscale": spec.ends == "unscale", "delay_overflow_check": spec.ends == "check"}
         for opt in opts:
@@ -412,6 +421,7 @@ class Training(RuleBasedStateMachine):
         """Whether it was skipped."""
         opt, members = self.opts[i], self.members(i)
         self.collect(i)
+        self.forget_loaded()
         if opt.window is not None:
             unchecked = [p.grad for p in members.values() if not (p.has_master or opt.checked)]
             some = any(grad is not None for grad in [*unchecked, *(p.window for p in members.values())])
@@ -558,10 +568,12 @@ class Training(RuleBasedStateMachine):
         given = {n: value.to(self.low) if self.is_low(n) and not wide else value.float() for n, value in values.items()}
         self.model.load_state_dict(given, strict=False)
         for n, value in values.items():
-            if not self.is_low(n) or (wide and self.params[n].has_master and n not in self.out):
-                self.params[n].value = value
+            p = self.params[n]
+            if not self.is_low(n) or (wide and p.has_master and n not in self.out):
+                p.value = value
             else:
                 self.take_rounded(n, value)
+            p.loaded = value if wide and self.is_low(n) and not p.has_master else None
 
     @rule(seed=st.integers(0, 22), names=MASK)
     def edit_model(self, seed, names):
@@ -572,6 +584,7 @@ class Training(RuleBasedStateMachine):
                 continue
             with torch.no_grad():
                 self.model.get_parameter(n).copy_(value)
+            self.params[n].loaded = None
             if self.is_low(n):
                 self.take_rounded(n, value)
             else:
