@@ -288,7 +288,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync.
 
-        To None: lazy gradients of masters are dropped, and no fp32 gradient is made of them.
+        To None: pending gradients of masters are dropped, and no fp32 gradient is made of them.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none and not torch.compiler.is_compiling() and not _hooks.may_be_profiled():
@@ -394,22 +394,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
-        lazy_grads = {} if scaling.lazy is None else scaling.lazy.grads
+        pending_grads = {} if scaling.pending is None else scaling.pending.grads
         place_grads(group["params"])
         first = sum(len(group["params"]) for group in self.param_groups[:g])
         strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
         for i, p in enumerate(group["params"]):
             if self._has_repeats and any(p is other for other in group["params"][:i]):
                 continue
-            # Reading .grad of a master would materialize its lazy gradient.
-            grad = lazy_grads.get(p)
-            is_lazy = grad is not None
+            # Reading .grad of a master would materialize its pending gradient.
+            grad = pending_grads.get(p)
+            is_pending = grad is not None
             if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
                 _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
-            kind = (self._destination(p, scaling), is_lazy, p.numel() >= smallest_coded)
+            kind = (self._destination(p, scaling), is_pending, p.numel() >= smallest_coded)
             if kind not in found:
                 found[kind] = Members([], [], [])
             found[kind].params.append(p)
@@ -513,8 +513,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What the op of a call is given besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
-        if work.kind[1] and scaling.lazy is not None:
-            inv_scale = product(scaling.lazy.inv_scale, inv_scale)
+        if work.kind[1] and scaling.pending is not None:
+            inv_scale = product(scaling.pending.inv_scale, inv_scale)
         found_inf, lr = scaling.found_inf, group["lr"]
         clip: dict[str, Any] = {}
         if isinstance(inv_scale, Clipped):
@@ -527,7 +527,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
             "seed": group["seed"],
-            "unscale_grads": scaling.unscales and not work.is_lazy,
+            "unscale_grads": scaling.unscales and not work.is_pending,
             **clip,
         }
         if scaling.skips is not None:

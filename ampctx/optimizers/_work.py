@@ -50,7 +50,7 @@ class Scaling(NamedTuple):
     found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
     inv_scale: the factor for the gradients in ``.grad``.
     models: fp32 master -> the 16-bit weight to write with it.
-    lazy: 16-bit gradients in place of those of masters, with their own factor.
+    pending: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
     skips: the numbers in which the first call counts the step.
     """
@@ -58,7 +58,7 @@ class Scaling(NamedTuple):
     found_inf: PerDevice | None = None
     inv_scale: Factor = 1.0
     models: Mapping[Tensor, Tensor] = {}
-    lazy: Pending | None = None
+    pending: Pending | None = None
     unscales: bool = False
     skips: Counts | None = None
 
@@ -115,8 +115,8 @@ class Members(NamedTuple):
     numbers: list[int]
 
 
-# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are lazy, and
-# whether the parameters are large enough for 8-bit codes.
+# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are pending,
+# and whether the parameters are large enough for 8-bit codes.
 Kind = tuple[str, bool, bool]
 # The ``numbers`` of op calls, by their device and values.
 Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
@@ -159,7 +159,7 @@ class Work(NamedTuple):
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
-    def is_lazy(self) -> bool:
+    def is_pending(self) -> bool:
         return self.kind[1]
 
     def part(self, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
@@ -195,7 +195,7 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
 def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
-    destination, is_lazy, in_codes = kind
+    destination, is_pending, in_codes = kind
     forms = optimizer._forms(group, in_codes)
     states = optimizer._states(forms, destination, members.params)
     keys = {name: key for name, key in forms.sized.items() if key is not None}
@@ -215,7 +215,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
-    if scaling.unscales and not is_lazy:
+    if scaling.unscales and not is_pending:
         changed = ((grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad)
         # torch refuses to write a ZeroTensor
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
@@ -246,7 +246,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
 def each_gradient_once(works: list[Work]) -> list[Work]:
     """Copies gradients that an earlier parameter shares, so that only one call unscales each. No host sync."""
     is_traced = torch.compiler.is_compiling()  # tensors have no addresses
-    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_lazy]):
+    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_pending]):
         return works
     seen: set[Any] = set()
 
@@ -257,7 +257,7 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         return grad if is_first else grad.clone()
 
     return [
-        work if work.is_lazy else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
+        work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
 
@@ -268,7 +268,7 @@ def finish_unscaling(works: Sequence[Work]) -> None:
     for work in works:
         for grad, copy in work.relaid:
             overwrite(grad, copy)
-        if work.sharded and not work.is_lazy:
+        if work.sharded and not work.is_pending:
             wrote([p.grad for p in work.members if p.grad is not None])
 
 
@@ -294,10 +294,10 @@ class _KeptCall:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
     def __init__(
-        self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor], one_element: Mapping[str, str]
+        self, work: Work, state: Mapping[Tensor, Any], pending_masters: Sequence[Tensor], one_element: Mapping[str, str]
     ) -> None:
-        # Whether the call has all lazy gradients, in their order.
-        self.takes_all = tensor_loops.same_items(lazy_masters, work.members)
+        # Whether the call has all pending gradients, in their order.
+        self.takes_all = tensor_loops.same_items(pending_masters, work.members)
         self._states = [state[p] for p in work.members]
         # The lists of state whose tensors are not of the parameters' size.
         self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
@@ -372,14 +372,14 @@ class Plan:
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
-        lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_KeptCall(work, state, lazy_masters, optimizer._one_element) for work in works]
+        pending_masters = [] if scaling.pending is None else list(scaling.pending.masters)
+        self._calls = [_KeptCall(work, state, pending_masters, optimizer._one_element) for work in works]
         members = tensor_loops.members_of(groups)
         stepped = {p for work in works for p in work.members}
         idle = [p for params in members for p in params if p not in stepped]
         # What tensor_loops.same_plan compares.
         self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
-        self._kept += [list(models), list(models.values()), lazy_masters, idle]
+        self._kept += [list(models), list(models.values()), pending_masters, idle]
         for call in self._calls:
             self._kept += call.entries()
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
@@ -388,8 +388,8 @@ class Plan:
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a new step, None if something has changed. No host sync."""
-        groups, lazy = optimizer.param_groups, scaling.lazy
-        masters = [] if lazy is None else lazy.masters
+        groups, pending = optimizer.param_groups, scaling.pending
+        masters = [] if pending is None else pending.masters
         if not tensor_loops.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
             return None
         if self._options != self._options_of(optimizer) or self._versions != list(map(version_of, self._followed)):
@@ -397,8 +397,8 @@ class Plan:
         found = []
         for kept in self._calls:
             grads: Sequence[Any] | None = None
-            if kept.work.kind[1] and lazy is not None:
-                grads = lazy.values if kept.takes_all else [lazy.grads[p] for p in kept.work.members]
+            if kept.work.kind[1] and pending is not None:
+                grads = pending.values if kept.takes_all else [pending.grads[p] for p in kept.work.members]
             if (work := kept.renewed(grads)) is None:
                 return None
             found.append(work)

@@ -75,17 +75,17 @@ class FusedLAMB(FusedOptimizer):
         if not any(work.group["max_grad_norm"] for work in works):
             return None
         norms = []
-        grads = [grad for work in works if not work.is_lazy for grad in work.lists["grads"]]
+        grads = [grad for work in works if not work.is_pending for grad in work.lists["grads"]]
         if grads:
             norms.append(foreach.unscale_l2norm(grads, Unread(), scaling.inv_scale))
-        lazy_grads = [grad for work in works if work.is_lazy for grad in work.lists["grads"]]
-        if lazy_grads and scaling.lazy is not None:
+        pending_grads = [grad for work in works if work.is_pending for grad in work.lists["grads"]]
+        if pending_grads and scaling.pending is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
-            if len(lazy_grads) == len(scaling.lazy.masters) and scaling.inv_scale == 1.0:
-                norms.append(scaling.lazy.norm())
+            if len(pending_grads) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
+                norms.append(scaling.pending.norm())
             else:
-                inv_scale = foreach.product(scaling.lazy.inv_scale, scaling.inv_scale)
-                norms.append(foreach.unscale_l2norm(lazy_grads, Unread(), inv_scale))
+                inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
+                norms.append(foreach.unscale_l2norm(pending_grads, Unread(), inv_scale))
         total = foreach.joined_norm(norms)
         # The ops accept an fp64 norm only on the CPU.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())

@@ -251,9 +251,9 @@ class _Shards(Layers):
         self.optimizer, self.work, self.scaling, self.group = optimizer, work, scaling, work.group
         self.skip = found_inf.reshape(()) != 0
         self.inv_scale = scaling.inv_scale
-        if work.is_lazy and scaling.lazy is not None:
-            self.inv_scale = product(scaling.lazy.inv_scale, self.inv_scale)
-        if scaling.unscales and not work.is_lazy:
+        if work.is_pending and scaling.pending is not None:
+            self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
+        if scaling.unscales and not work.is_pending:
             # Stores the unscaled gradients, unless the step is skipped.
             inv_scale = self.inv_scale
             factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
