@@ -34,7 +34,7 @@ from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 from ampctx.optimizers._state_types import Forms
 from ampctx.weights.pending import Pending
-from ampctx.weights.step import Counts, Step
+from ampctx.weights.step import SkipCounts, Step
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
@@ -59,7 +59,7 @@ class Scaling(NamedTuple):
     models: Mapping[Tensor, Tensor] = {}
     lazy: Pending | None = None
     unscales: bool = False
-    skips: Counts | None = None
+    skips: SkipCounts | None = None
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:

@@ -27,9 +27,8 @@ from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 from ampctx.scaling import formats
-from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, check_limit, overflowed
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
+from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
 from ampctx.scaling.loss_scale import (
     LossScale,
     check_backoff_factor,
@@ -39,6 +38,7 @@ from ampctx.scaling.loss_scale import (
     check_scale,
 )
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
+from ampctx.scaling.step_record import Flags, Known, Overflowed, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 from ampctx.weights.step import declares
 
@@ -151,10 +151,12 @@ class GradScaler(torch.amp.GradScaler):
             )
             enabled = False
         self._loss_scale: LossScale | None = None
-        self._max_consecutive_skips, self._history_length = None, 0
+        self._max_consecutive_skips: int | None = None
+        self._history_length = 0
         if enabled:
-            self._max_consecutive_skips = check_limit(max_consecutive_skips)
-            self._history_length = check_length(history)
+            if max_consecutive_skips is not None:
+                self._max_consecutive_skips = check_count("max_consecutive_skips", max_consecutive_skips, 1)
+            self._history_length = check_count("history", history, 0)
             check_process_group(process_group)
             settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             self._loss_scale = LossScale(init_scale, True, *settings)
@@ -171,10 +173,8 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = _of_loss_scale("growth_interval", partial(check_count, "growth_interval", least=1))
 
     def _forget_steps(self) -> None:
-        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: GuardedStep}
+        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: StepRecord}
         self._told_of_no_gradients: Any = weakref.WeakSet()
-        # Counts calls that may change the gradients in ``.grad`` after a step.
-        self._epoch = 0
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
@@ -188,7 +188,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        self._epoch += 1
+        for steps in self._steps.values():
+            steps.epoch += 1
         return self._scaled(outputs, [])
 
     def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
@@ -370,7 +371,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
             if by_device:
-                losses = steps.overflowed_instead_of_device(lambda: self._flags(optimizer, state)) or None
+                losses = steps.overflowed_at_limit(lambda: self._flags(optimizer, state)) or None
                 if losses is None:
                     result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             else:
@@ -383,7 +384,7 @@ class GradScaler(torch.amp.GradScaler):
                 if self._max_consecutive_skips is not None:
                     found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
                 flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
-                outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
+                outcome = steps.left_to_device(flags, known, found_inf, tuple, self._later(optimizer))
                 steps.conclude(optimizer, outcome)
             elif losses:
                 steps.skipped(optimizer, losses, known, _culprits(optimizer))
@@ -432,11 +433,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _later(self, optimizer: Any) -> Any:
         """Returns the search for non-finite gradients. It works while ``.grad`` still belongs to this step."""
-        scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
+        stepped = weakref.ref(optimizer)
 
-        def later(_: int) -> Culprits | None:
-            of, optimizer = scaler(), stepped()
-            return None if of is None or of._epoch != epoch or optimizer is None else _culprits(optimizer) or None
+        def later(is_current: bool) -> Culprits | None:
+            return _culprits(optimizer) or None if is_current and (optimizer := stepped()) is not None else None
 
         return later
 
@@ -523,9 +523,9 @@ class GradScaler(torch.amp.GradScaler):
         steps = next(iter(self._steps.values()), None) if optimizer is None else self._steps.get(optimizer)
         return (StepHistory(0) if steps is None else steps.history).lists(last)
 
-    def _steps_of(self, optimizer: Any) -> GuardedStep:
+    def _steps_of(self, optimizer: Any) -> StepRecord:
         if (steps := self._steps.get(optimizer)) is None:
-            steps = self._steps[optimizer] = GuardedStep(self._max_consecutive_skips, self._history_length)
+            steps = self._steps[optimizer] = StepRecord(self._max_consecutive_skips, self._history_length)
         return steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -574,7 +574,7 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.update()."
             )
         # The outcomes of steps are not pickled.
-        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients", "_epoch")}
+        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_steps()

@@ -7,7 +7,7 @@ Each step leaves a few one-element tensors on the device. Every ``GATHERED_AT_ON
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,10 +48,6 @@ class History(NamedTuple):
             f"steps {self.step[0]} to {self.step[-1]}, {sum(self.skipped)} skipped; "
             f"latest gradient norm {self.grad_norm[-1]:g}, loss scale {scales}"
         )
-
-
-def check_length(history: Any) -> int:
-    return check_count("history", history, 0)
 
 
 class StepHistory:
