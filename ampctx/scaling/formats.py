@@ -15,9 +15,9 @@ from typing import Any
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.scaling.loss_scale import (
-    check_backoff_factor,
+    FACTORS,
     check_count,
-    check_growth_factor,
+    check_factor,
     check_loss_id,
     check_scale,
     plain,
@@ -85,14 +85,13 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
             f"the state of the GradScaler has format {state['format']}, and this version of ampctx reads format 1. "
             "Load it with the version that saved it, or with a later one."
         )
-    checks: dict[str, Any] = {
-        "scale": lambda value: check_scale("scale", value),
-        "growth_factor": check_growth_factor,
-        "backoff_factor": check_backoff_factor,
-        "growth_interval": lambda value: check_count("growth_interval", value, 1),
-        "_growth_tracker": lambda value: check_count("_growth_tracker", value, 0),
+    numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
+    return {
+        "scale": check_scale("scale", numbers["scale"]),
+        **{name: check_factor(name, numbers[name]) for name in FACTORS},
+        "growth_interval": check_count("growth_interval", numbers["growth_interval"], 1),
+        "_growth_tracker": check_count("_growth_tracker", numbers["_growth_tracker"], 0),
     }
-    return {name: check(plain(required(state, name))) for name, check in checks.items()}
 
 
 def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:

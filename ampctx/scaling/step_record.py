@@ -277,7 +277,8 @@ class StepRecord:
         numbers, event = self._copy = self._copy or _copied(self._counts)
         if event is None or event.query():
             self._copy = None
-            self._read(numbers.tolist())
+            if (values := numbers.tolist())[:2] != [self._reported, self.in_a_row]:
+                self._read(values)
 
     def _read(self, counts: list[float]) -> None:
         """Takes over counts, and reports new skips."""
