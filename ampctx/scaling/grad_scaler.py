@@ -436,12 +436,12 @@ class GradScaler(torch.amp.GradScaler):
         states = self._per_optimizer_states
         flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
         if new_scale is not None:
-            if isinstance(new_scale, Tensor) and (
-                new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
+            if isinstance(t := new_scale, Tensor) and (
+                t.device.type != self._device or t.numel() != 1 or t.requires_grad
             ):
                 raise AmpAssertionError(
                     f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
-                    f"got {new_scale.numel()} on {new_scale.device} with requires_grad={new_scale.requires_grad}"
+                    f"got {t.numel()} on {t.device} with requires_grad={t.requires_grad}"
                 )
             self._loss_scale.set(new_scale)
             states.clear()

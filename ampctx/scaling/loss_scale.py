@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
-from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -62,8 +62,6 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 def check_loss_id(value: Any) -> int:
     """``value`` as a loss id: an int, also of numpy, but not a bool."""
-    if value.__class__ is int:
-        return value
     hint = f": {value!r}. Pass the number of the loss, from 0 to num_losses - 1."
     return int(_checked("loss_id", value, Integral, "an int", hint))
 
@@ -84,33 +82,6 @@ def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[f
             f"min_{kind} is {low} and max_{kind} is {high}, expected 0 <= min_{kind} <= max_{kind} with max_{kind} > 0"
         )
     return low, high
-
-
-def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
-
-
-def required(state: Mapping[str, Any], key: str) -> Any:
-    """``state[key]``. Raises AmpKeyError with the name of a missing key."""
-    if key not in state:
-        raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
-    return state[key]
-
-
-def read_entry(entry: Any) -> dict[str, Any]:
-    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
-
-    Raises:
-        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
-    """
-    if not isinstance(entry, Mapping):
-        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
-    counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
-    scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
-    return {"loss_scale": scale, **{name: check_count(name, plain(required(entry, name)), 0) for name in counts}}
 
 
 class LossScale:
@@ -164,10 +135,9 @@ class LossScale:
         self.init_hysteresis_tracker = self.hysteresis = check_count("hysteresis", hysteresis, 1)
         # The value of a static scale is always init_scale.
         self.init_scale, self.init_growth_tracker = check_scale("init_scale", init_scale), 0
-        if dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
-            raise AmpValueError(
-                f"init_scale is {self.init_scale}, outside min_scale={self.min_scale} and max_scale={self.max_scale}"
-            )
+        low, high = self.min_scale, self.max_scale
+        if dynamic and not low <= self.init_scale <= high:
+            raise AmpValueError(f"init_scale is {self.init_scale}, outside min_scale={low} and max_scale={high}")
 
     @classmethod
     def from_option(
@@ -178,16 +148,16 @@ class LossScale:
         A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
         value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
-        if loss_scale != DYNAMIC:
-            if isinstance(loss_scale, str):
-                raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-            value = check_scale("loss_scale", loss_scale)
-            scale = cls(value, dynamic=skip_nonfinite)
-            if skip_nonfinite:
-                scale.is_held, scale.min_scale, scale.max_scale = True, value, value
-            return scale
-        low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
-        return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+        if loss_scale == DYNAMIC:
+            low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
+            return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+        if isinstance(loss_scale, str):
+            raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
+        value = check_scale("loss_scale", loss_scale)
+        scale = cls(value, dynamic=skip_nonfinite)
+        if skip_nonfinite:
+            scale.is_held, scale.min_scale, scale.max_scale = True, value, value
+        return scale
 
     @property
     def is_identity(self) -> bool:
@@ -218,10 +188,6 @@ class LossScale:
             copy, inverse, found_inf.clear = ops.block_factors(scale)
             self._factors = PerDevice(copy), PerDevice(inverse)
         return *self._factors, found_inf
-
-    def inv_scale(self, device: torch.device) -> Factor:
-        """1 / scale, computed on the device."""
-        return self.factors(device, fresh=False)[1]
 
     def tell(self, found_inf: Tensor) -> None:
         """Passes the one-element flag of this loss's gradients to the observer."""
@@ -353,9 +319,8 @@ class LossScale:
             state["hysteresis"] = self.hysteresis_left()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of ``state_dict`` or of apex, see ``read_entry``. An invalid one changes nothing."""
-        entry = read_entry(state)
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Loads a state of ``state_dict`` or of apex that ``formats`` has checked."""
         self.until_check = 0
         self.set(entry["loss_scale"])
         self.set_unskipped(entry["unskipped"])
