@@ -72,7 +72,7 @@ class StepHistory:
         self.count += 1
         if not self._length:
             return
-        self._latest.append(outcome.numbers())
+        self._latest.append(outcome.numbers)
         if len(self._latest) == GATHERED_AT_ONCE:
             self._gather()
             while sum(len(steps) for steps, _ in self._gathered) - len(self._gathered[0][0]) >= self._length:
