@@ -388,7 +388,7 @@ FAULTS = [
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",
-        "self._on_device.poll()\n        self.outcome", "self._on_device.total()\n        self.outcome",
+        "self._poll()\n        self.outcome", "self.skipped_steps()\n        self.outcome",
         f"{ROWS}endless_overflows.py {ROWS}outcome_of_each_step.py {AMP}history.py",
     ),
     Fault(
@@ -429,7 +429,7 @@ FAULTS = [
     ),
     Fault(
         "a run that is stuck goes on", "ampctx",
-        "if self._on_device.in_a_row < self._limit:", "if True:", f"{ROWS}endless_overflows.py",
+        "if self.in_a_row < self._limit:", "if True:", f"{ROWS}endless_overflows.py",
     ),
 ]  # fmt: skip
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ampctx._errors import AmpError
-from ampctx.scaling.guarded_step import Overflowed, overflowed
-from ampctx.scaling.undo import snapshot
+from ampctx.scaling.any_optimizer import snapshot
+from ampctx.scaling.step_record import Overflowed, overflowed
 from ampctx.weights.pending import has_grad
 
 
@@ -35,7 +35,7 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
         with binding.casts.resumed():
             loss = closure()
         binding.ready()
-        if losses := binding.steps.overflowed_instead_of_device(binding.flags.take):
+        if losses := binding.steps.overflowed_at_limit(binding.flags.take):
             binding.skip(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
         binding.masters.ahead = True

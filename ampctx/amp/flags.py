@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor
-from ampctx.scaling.device_skips import Flags
-from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Flags
 from ampctx.weights.waiting import Waiting
 
 

@@ -18,7 +18,7 @@ from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
-from ampctx.scaling.device_skips import is_capturing
+from ampctx.scaling.step_record import is_capturing
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 

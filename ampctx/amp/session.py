@@ -17,7 +17,7 @@ from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, tell
+from ampctx.amp.events import BlockFacts, Events, RunFacts, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
@@ -36,10 +36,9 @@ from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
-from ampctx.scaling.guarded_step import GuardedStep, Listeners, check_limit
-from ampctx.scaling.history import DEFAULT_LENGTH, check_length
-from ampctx.scaling.loss_scale import LossScale, check_loss_id
-from ampctx.scaling.outcome import Culprits
+from ampctx.scaling.history import DEFAULT_LENGTH
+from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
+from ampctx.scaling.step_record import StepRecord
 from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
 
@@ -233,9 +232,10 @@ class AmpSession(SessionState):
         scales = [LossScale.from_option(policy.loss_scale, *bounds, skip_nonfinite) for _ in range(num_losses)]
         for scale in scales:
             scale.process_group = process_group
-        limit, length = check_limit(max_consecutive_skips), check_length(history)
-        listeners = Listeners(self._report_skips, self._report_step, (self._step_hooks, self._skip_hooks))
-        steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
+        limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
+        recording = limit, check_count("history", history, 0), num_losses
+        hooks = self._step_hooks, self._skip_hooks
+        steps = functools.partial(StepRecord, *recording, self._log.report, hooks)
 
         if process_group is not None:
             ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
@@ -254,7 +254,7 @@ class AmpSession(SessionState):
         sharded: Mapping[nn.Module, fully_sharded.Sharded],
         optimizers: list[Any],
         scales: list[LossScale],
-        make_steps: Callable[[], GuardedStep],
+        make_steps: Callable[[], StepRecord],
     ) -> None:
         """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
@@ -591,15 +591,6 @@ class AmpSession(SessionState):
             leaves,
             all(p.grad is None for p in leaves),
         )
-
-    def _report_skips(
-        self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
-    ) -> None:
-        """Logs skipped steps, at the latest when the host learns of them."""
-        self._log.report(before, skipped, losses, culprits)
-        for _, scale, value in losses if self._events.skipped else ():
-            if scale.moves:
-                tell(self._events.skipped, SkipFacts(value, scale.min_scale, skipped, steps))
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:

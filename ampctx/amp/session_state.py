@@ -35,8 +35,8 @@ class SessionState:
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         # Flags of blocks that left the update of their scale to a later block.
         self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
-        self._log = SkipLog(self._deferred)
         self._events = Events()
+        self._log = SkipLog(self._deferred, self._events)
         # Whether the latest loaded state had no masters, and a warning about that may be due. None: it has come.
         self._lacks_masters: bool | None = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -183,10 +183,6 @@ class SessionState:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = fn
         return handle
-
-    def _report_step(self, optimizer: Any, outcome: StepOutcome) -> None:
-        for fn in list((self._step_hooks if outcome.stepped else self._skip_hooks).values()):
-            fn(optimizer, outcome)
 
     def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.

@@ -8,9 +8,10 @@ from collections.abc import Container
 import torch
 
 from ampctx._collectives import is_distributed
-from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
+from ampctx.amp.events import Events, SkipFacts, tell
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, listed
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 
 logger = logging.getLogger("ampctx")
 
@@ -21,11 +22,11 @@ def is_rank_zero() -> bool:
 
 class SkipLog:
     """Logs skipped steps and warnings, on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block
-    updates."""
+    updates. ``events``: of the session."""
 
-    def __init__(self, deferred: Container[LossScale]) -> None:
+    def __init__(self, deferred: Container[LossScale], events: Events) -> None:
         self.verbosity = 1
-        self._deferred = deferred
+        self._deferred, self._events = deferred, events
         self._explained_skips = False
         self._said: set[str] = set()
 
@@ -41,23 +42,26 @@ class SkipLog:
         self._said.clear()
 
     def report(
-        self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]], culprits: Culprits = ()
+        self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
     ) -> None:
+        """Logs skipped steps, and tells observers, at the latest when the host learns of them. See ``StepRecord``."""
+        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
+        if skipped <= 8 or skipped.bit_length() != before.bit_length():
+            self._log(skipped, losses, culprits)
+        for _, scale, value in losses if self._events.skipped else ():
+            if scale.moves:
+                tell(self._events.skipped, SkipFacts(value, scale.min_scale, skipped, steps))
+
+    def _log(self, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits) -> None:
         if self.verbosity <= 0 or not is_rank_zero():
             return
-        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
-        if skipped > 8 and skipped.bit_length() == before.bit_length():
-            return
-        for loss_id, scale, value in overflowed:
+        for loss_id, scale, value in losses:
+            course = f"loss scaler {loss_id} reducing loss scale to {value}"
             if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
-                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", value)
-                continue
-            if not scale.moves:
-                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s", value)
-                continue
-            logger.warning(
-                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
-            )
+                course = f"the loss scale stays at {value} for now"
+            elif not scale.moves:
+                course = f"the loss scale stays at {value}"
+            logger.warning("Gradient overflow.  Skipping step, %s", course)
         if culprits and (skipped > 8 or not self._explained_skips):
             logger.warning("ampctx: non-finite gradients: %s", listed(culprits))
         if not self._explained_skips:
@@ -65,8 +69,7 @@ class SkipLog:
             logger.warning(
                 "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
                 "If skips go on, check that each iteration calls optimizer.zero_grad(), and look for inf or nan in the "
-                "model or its input. "
-                "See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
+                "model or its input. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
             )
         elif skipped > 8:
             logger.warning("ampctx: %d steps skipped so far", skipped)

@@ -33,8 +33,8 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import formats
 from ampctx.scaling.formats import KEY, RUN_KEYS, read_amp_entries
-from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale, check_scale
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")

@@ -31,16 +31,10 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.guarded_step import (
-    OUTSIDE_OF_BLOCKS,
-    GuardedStep,
-    Known,
-    Overflowed,
-    overflowed,
-)
+from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Flags, Known, Overflowed, StepRecord, overflowed
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
@@ -68,7 +62,7 @@ class OptimizerBinding:
         masters: MasterParams,
         loss_scales: list[LossScale],
         casts: CastSwitch,
-        steps: GuardedStep,
+        steps: StepRecord,
         names: ParameterNames,
         taken: Callable[[], set[int]],
         events: Events,
@@ -311,7 +305,7 @@ class OptimizerBinding:
             self.ready()
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
-                if losses := self.steps.overflowed_instead_of_device(self.flags.take):
+                if losses := self.steps.overflowed_at_limit(self.flags.take):
                     return self.skip(losses)
                 return self.step_on_device(original, None, args, kwargs)
             if losses := overflowed(self.flags.take()):
@@ -368,12 +362,11 @@ class OptimizerBinding:
             result = self.run(original, *positional, writes_model=takes, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
-            def later(epoch: int) -> Culprits | None:
+            def later(is_current: bool) -> Culprits | None:
                 binding = reference()
-                return None if binding is None else binding._culprits_of(epoch, checked)
+                return None if binding is None else binding._culprits_of(is_current, checked)
 
             outcome = self.steps.left_to_device(
-                optimizer,
                 flags.by_loss,
                 self._known(self.given.pending),
                 self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
@@ -402,7 +395,7 @@ class OptimizerBinding:
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
         flag = join_flags(flags, flags[0].device) if flags else None
         if self.masters.takes_step:
-            counts = self.steps.skip_counts(flag, self.flags.by_loss)
+            counts = self.steps.counts_for(flag, self.flags.by_loss)
             self.given = Step(flag, self.masters.model_of, self.gradients.pending, counts)
         elif flag is not None:
             optimizer.found_inf = flag
@@ -448,7 +441,7 @@ class OptimizerBinding:
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
         return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
-    def _culprits_of(self, epoch: int, checked: Pending | None) -> Culprits | None:
+    def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits | None:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
         if self.masters.pairs and checked is None:
             return None
@@ -460,7 +453,7 @@ class OptimizerBinding:
                 for p, master in self.masters.pairs
                 if id(master) in masters
             )
-        if epoch == self.steps.epoch:
+        if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
             found += culprits_among(others, self.names_by_id)
         return found or None

@@ -34,7 +34,7 @@ from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.weights.pending import Pending
-from ampctx.weights.step import Counts, Step
+from ampctx.weights.step import SkipCounts, Step
 from ampctx.weights.store import EXTRAS
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
@@ -60,7 +60,7 @@ class Scaling(NamedTuple):
     models: Mapping[Tensor, Tensor] = {}
     pending: Pending | None = None
     unscales: bool = False
-    skips: Counts | None = None
+    skips: SkipCounts | None = None
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:

@@ -14,20 +14,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.scaling.loss_scale import (
-    check_backoff_factor,
-    check_count,
-    check_growth_factor,
-    check_loss_id,
-    check_scale,
-    plain,
-    read_entry,
-    required,
-)
+from ampctx.scaling.loss_scale import FACTORS, check_count, check_factor, check_loss_id, check_scale
 
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value
+
+
+def required(state: Mapping[str, Any], key: str) -> Any:
+    """``state[key]``. Raises AmpKeyError with the name of a missing key."""
+    if key not in state:
+        raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
+    return state[key]
+
+
+def read_entry(entry: Any) -> dict[str, Any]:
+    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
+
+    Raises:
+        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
+    """
+    if not isinstance(entry, Mapping):
+        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
+    counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
+    scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
+    return {"loss_scale": scale, **{name: check_count(name, plain(required(entry, name)), 0) for name in counts}}
 
 
 def is_amp_state(state: Any) -> bool:
@@ -85,14 +103,13 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
             f"the state of the GradScaler has format {state['format']}, and this version of ampctx reads format 1. "
             "Load it with the version that saved it, or with a later one."
         )
-    checks: dict[str, Any] = {
-        "scale": lambda value: check_scale("scale", value),
-        "growth_factor": check_growth_factor,
-        "backoff_factor": check_backoff_factor,
-        "growth_interval": lambda value: check_count("growth_interval", value, 1),
-        "_growth_tracker": lambda value: check_count("_growth_tracker", value, 0),
+    numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
+    return {
+        "scale": check_scale("scale", numbers["scale"]),
+        **{name: check_factor(name, numbers[name]) for name in FACTORS},
+        "growth_interval": check_count("growth_interval", numbers["growth_interval"], 1),
+        "_growth_tracker": check_count("_growth_tracker", numbers["_growth_tracker"], 0),
     }
-    return {name: check(plain(required(state, name))) for name, check in checks.items()}
 
 
 def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
@@ -27,18 +28,11 @@ from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 from ampctx.scaling import formats
-from ampctx.scaling.device_skips import Flags, align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, check_limit, overflowed
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
-from ampctx.scaling.loss_scale import (
-    LossScale,
-    check_backoff_factor,
-    check_bounds,
-    check_count,
-    check_growth_factor,
-    check_scale,
-)
+from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
+from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
+from ampctx.scaling.step_record import Flags, Known, Overflowed, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 from ampctx.weights.step import declares
 
@@ -66,29 +60,29 @@ def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     return [(p, grad) for p in _params(optimizer) if (grad := p.grad) is not None]
 
 
-def _placed(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            yield f"param_groups[{g}]['params'][{i}]", p
+def _places(optimizer: Any, is_it: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """The places in the optimizer of parameters with a gradient for which ``is_it``, and these."""
+    places = ((g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]))
+    return [(f"param_groups[{g}]['params'][{i}]", p) for g, i, p in places if p.grad is not None and is_it(p)]
+
+
+def _versions(optimizer: Any) -> list[tuple[Any, int]]:
+    """The gradients and their versions, to compare."""
+    return [(WeakIdRef(grad), grad._version) for _, grad in _gradients(optimizer)]
 
 
 def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
 
 
-def _of_loss_scale(name: str, check: Any = None) -> Any:
+def _of_loss_scale(name: str, check: Callable[[str, Any], Any] = lambda name, value: value) -> Any:
     """An attribute of torch's GradScaler, which ``LossScale`` keeps as ``name``. A disabled scaler has none."""
-
-    def get(self: GradScaler) -> Any:
-        if self._loss_scale is None:
-            raise AttributeError(f"a disabled GradScaler has no {name}")
-        return getattr(self._loss_scale, name)
 
     def set_(self: GradScaler, value: Any) -> None:
         if self._loss_scale is not None:
-            setattr(self._loss_scale, name, value if check is None else check(value))
+            setattr(self._loss_scale, name, check(name, value))
 
-    return property(get, set_)
+    return property(lambda self: getattr(self._loss_scale, name), set_)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -96,8 +90,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Same calls, errors and checkpoints as ``torch.amp.GradScaler``; each loads the other's state_dict. Differences: the
     scale has bounds and hysteresis, and never reaches 0 or inf. bf16, complex and sparse gradients unscale on every
-    device. ``found_inf`` is 0.0 or 1.0 with several devices, too. A step without any gradient changes nothing; torch
-    raises in ``step`` or ``update``.
+    device. ``found_inf`` is 0.0 or 1.0 with several devices, too. A step without any gradient changes nothing.
 
     Example::
 
@@ -114,10 +107,9 @@ class GradScaler(torch.amp.GradScaler):
             ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
             does not wait for it. None, the default: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
-            if ranks hold different gradients. The check of each optimizer is then an all_reduce of six numbers. Every
-            rank must take part, with or without gradients: else AmpRankError, also if the scales differ. Over NCCL the
-            first and every 1,000th of them is a host sync, to compare the scales. A scaler with a group cannot be
-            pickled. Ranks of a DTensor mesh always agree.
+            if ranks hold different gradients. Each check of an optimizer is then an all_reduce of six numbers, in which
+            every rank must take part: else AmpRankError, also if the scales differ. Over NCCL the first and every
+            1,000th is a host sync. Such a scaler cannot be pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
 
     Raises:
@@ -151,30 +143,29 @@ class GradScaler(torch.amp.GradScaler):
             )
             enabled = False
         self._loss_scale: LossScale | None = None
-        self._max_consecutive_skips, self._history_length = None, 0
+        limit, self._history_length = max_consecutive_skips, 0
+        self._max_consecutive_skips: int | None = None
         if enabled:
-            self._max_consecutive_skips = check_limit(max_consecutive_skips)
-            self._history_length = check_length(history)
+            self._max_consecutive_skips = None if limit is None else check_count("max_consecutive_skips", limit, 1)
+            self._history_length = check_count("history", history, 0)
             check_process_group(process_group)
-            settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
-            self._loss_scale = LossScale(init_scale, True, *settings)
+            rule = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+            self._loss_scale = LossScale(init_scale, True, *rule)
             self._loss_scale.process_group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, bool(enabled))
         self._forget_steps()
 
     _scale = _of_loss_scale("scale")
     _growth_tracker = _of_loss_scale("growth_tracker")
-    _init_scale = _of_loss_scale("init_scale", partial(check_scale, "init_scale"))
+    _init_scale = _of_loss_scale("init_scale", check_scale)
     _init_growth_tracker = _of_loss_scale("init_growth_tracker")
-    _growth_factor = _of_loss_scale("growth_factor", check_growth_factor)
-    _backoff_factor = _of_loss_scale("backoff_factor", check_backoff_factor)
-    _growth_interval = _of_loss_scale("growth_interval", partial(check_count, "growth_interval", least=1))
+    _growth_factor = _of_loss_scale("growth_factor", check_factor)
+    _backoff_factor = _of_loss_scale("backoff_factor", check_factor)
+    _growth_interval = _of_loss_scale("growth_interval", partial(check_count, least=1))
 
     def _forget_steps(self) -> None:
-        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: GuardedStep}
+        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: StepRecord}
         self._told_of_no_gradients: Any = weakref.WeakSet()
-        # Counts calls that may change the gradients in ``.grad`` after a step.
-        self._epoch = 0
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
@@ -188,7 +179,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        self._epoch += 1
+        for steps in self._steps.values():
+            steps.epoch += 1
         return self._scaled(outputs, [])
 
     def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
@@ -199,13 +191,12 @@ class GradScaler(torch.amp.GradScaler):
                     self._lazy_init_scale_growth_tracker(value.device)
                 found.append(PerDevice(self._scale))
             return value * found[0].on(value.device)
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
+        parts = (self._scaled(part, found) for part in value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._scaled(part, found) for part in value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._scaled(part, found) for part in value)
-        if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
-            return (self._scaled(part, found) for part in value)
-        raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
+            return type(value)(*parts)
+        return type(value)(parts) if isinstance(value, (list, tuple)) else parts
 
     # --- unscale ----------------------------------------------------------------------------------------------------
 
@@ -213,9 +204,7 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients of ``optimizer`` by the scale in place, and checks for inf and nan. No host sync.
 
         Optional: ``step`` unscales otherwise. Call it once per step, after the last backward, to clip or read unscaled
-        gradients. Coalesces sparse gradients, and stores the result in ``.grad``.
-
-        Takes fp32, bf16, fp64 and complex gradients.
+        gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones, and stores the result in ``.grad``.
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5),
@@ -236,33 +225,28 @@ class GradScaler(torch.amp.GradScaler):
     def _begun(self, call: str, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Checks that the optimizer may be unscaled or stepped. Gives the scale and the optimizer's state.
 
-        After an exception within, gradients that stay as they are then are for a second try. Others are scaled.
-        """
+        After an exception, gradients that stay as they are then are for a second try. Others are scaled."""
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
         scale, _ = self._check_scale_growth_tracker(call)
-        state = self._per_optimizer_states[id(optimizer)]
-        if (kept := state.get("kept")) is not None:
-            now = [(grad, grad._version) for _, grad in _gradients(optimizer)]
-            then = [(of(), version) for of, version in kept]
-            if len(now) != len(then) or any(a is not b or v != w for (a, v), (b, w) in zip(now, then, strict=True)):
-                del self._per_optimizer_states[id(optimizer)]
-                state = self._per_optimizer_states[id(optimizer)]
+        states, key = self._per_optimizer_states, id(optimizer)
+        if "kept" in states[key] and states[key]["kept"] != _versions(optimizer):
+            del states[key]
+        state = states[key]
         error = _OUT_OF_ORDER.get((call, state["stage"]))
         if error is not None and "not_agreed" not in state:
             raise AmpError(error)
         if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
-            for where, p in _placed(optimizer):
-                if p.grad is not None and id(p) not in state["unscaled"]:
-                    raise AmpError(
-                        f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
-                        "before unscale_() or after update(), or set this gradient to None."
-                    )
+            for where, _ in _places(optimizer, lambda p: id(p) not in state["unscaled"]):
+                raise AmpError(
+                    f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
+                    "before unscale_() or after update(), or set this gradient to None."
+                )
         try:
             yield scale, state
         except BaseException:
-            state["kept"] = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
+            state["kept"] = _versions(optimizer)
             raise
         state.pop("kept", None)
 
@@ -281,14 +265,12 @@ class GradScaler(torch.amp.GradScaler):
         found, known = read_grads(parameters)
         grads: Any = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
-            for where, p in _placed(optimizer):
-                if p.grad is not None and p.grad.dtype == torch.float16:
-                    raise AmpValueError(
-                        f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the "
-                        "parameters in fp32 and run the forward under autocast, or let "
-                        "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them. "
-                        "See docs/errors.md#attempting-to-unscale-fp16-gradients."
-                    )
+            where, p = _places(optimizer, lambda p: p.grad.dtype == torch.float16)[0]
+            raise AmpValueError(
+                f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the parameters "
+                "in fp32 and run the forward under autocast, or let amp.initialize(model, optimizer, opt_level='O2') "
+                "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
+            )
         flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
         flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
         if known is not None:
@@ -327,8 +309,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales the gradients and calls ``optimizer.step(*args, **kwargs)``, or skips it if one is inf or nan.
 
         Host sync: one, for any number of devices. None for optimizers with ``_step_supports_amp_scaling``, such as
-        torch's with ``fused=True``: they read the attributes ``grad_scale`` and ``found_inf`` (0.0 or 1.0). If these
-        cannot skip (a group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
+        torch's with ``fused=True``, which read the attributes ``grad_scale`` and ``found_inf``. If these cannot skip (a
+        group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
 
         After the step, gradients in ``.grad`` are unscaled; a step that the device skipped leaves them scaled. Without
         any gradient nothing changes, and ampctx warns once. ``args`` and ``kwargs`` must hold no closure.
@@ -369,26 +351,28 @@ class GradScaler(torch.amp.GradScaler):
             if "not_agreed" in state or (not by_device and state["stage"] is OptState.READY):
                 self.unscale_(optimizer)
             losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
-            if by_device:
-                losses = steps.overflowed_instead_of_device(lambda: self._flags(optimizer, state)) or None
-                if losses is None:
-                    result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
-            else:
+            if not by_device:
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 losses = state.pop("overflowed", None)
+            elif not (losses := steps.overflowed_at_limit(lambda: self._flags(optimizer, state)) or None):
+                result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             state["stage"] = OptState.STEPPED
             known = Known({0: scale.clone()}, norm_before_clipping(p.grad for p in parameters))
-            if losses is None:
+            if losses:
+                steps.skipped(optimizer, losses, known, _culprits(optimizer))
+            elif losses is not None:
+                steps.stepped(optimizer, known)
+            else:
                 found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
                 if self._max_consecutive_skips is not None:
                     found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
                 flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
-                outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
-                steps.conclude(optimizer, outcome)
-            elif losses:
-                steps.skipped(optimizer, losses, known, _culprits(optimizer))
-            else:
-                steps.stepped(optimizer, known)
+                stepped = weakref.ref(optimizer)
+
+                def later(is_current: bool) -> Culprits | None:
+                    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
+
+                steps.conclude(optimizer, steps.left_to_device(flags, known, found_inf, tuple, later))
         return result
 
     def _flags(self, optimizer: Any, state: dict[str, Any]) -> Flags:
@@ -430,26 +414,16 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer.grad_scale
             del optimizer.found_inf
 
-    def _later(self, optimizer: Any) -> Any:
-        """Returns the search for non-finite gradients. It works while ``.grad`` still belongs to this step."""
-        scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
-
-        def later(_: int) -> Culprits | None:
-            of, optimizer = scaler(), stepped()
-            return None if of is None or of._epoch != epoch or optimizer is None else _culprits(optimizer) or None
-
-        return later
-
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale from the flags of this iteration. Call it after the last ``step``. No host sync.
 
-        If no optimizer had a gradient, the scale and its count of clean updates stay.
+        Without any gradient the scale and its count of clean updates stay.
 
         Args:
             new_scale: sets the scale instead, outside of the bounds, too: a number, or a one-element tensor without
-                requires_grad on the scaler's device type. None, the default: update by the flags.
+                requires_grad on the scaler's device type.
 
         Raises:
             AmpAssertionError: no optimizer was unscaled with gradients, or stepped; a tensor that does not fit.
@@ -462,12 +436,12 @@ class GradScaler(torch.amp.GradScaler):
         states = self._per_optimizer_states
         flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
         if new_scale is not None:
-            if isinstance(new_scale, Tensor) and (
-                new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
+            if isinstance(t := new_scale, Tensor) and (
+                t.device.type != self._device or t.numel() != 1 or t.requires_grad
             ):
                 raise AmpAssertionError(
                     f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
-                    f"got {new_scale.numel()} on {new_scale.device} with requires_grad={new_scale.requires_grad}"
+                    f"got {t.numel()} on {t.device} with requires_grad={t.requires_grad}"
                 )
             self._loss_scale.set(new_scale)
             states.clear()
@@ -523,9 +497,9 @@ class GradScaler(torch.amp.GradScaler):
         steps = next(iter(self._steps.values()), None) if optimizer is None else self._steps.get(optimizer)
         return (StepHistory(0) if steps is None else steps.history).lists(last)
 
-    def _steps_of(self, optimizer: Any) -> GuardedStep:
+    def _steps_of(self, optimizer: Any) -> StepRecord:
         if (steps := self._steps.get(optimizer)) is None:
-            steps = self._steps[optimizer] = GuardedStep(self._max_consecutive_skips, self._history_length)
+            steps = self._steps[optimizer] = StepRecord(self._max_consecutive_skips, self._history_length)
         return steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -574,7 +548,7 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.update()."
             )
         # The outcomes of steps are not pickled.
-        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients", "_epoch")}
+        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_steps()

@@ -7,7 +7,7 @@ Each step leaves a few one-element tensors on the device. Every ``GATHERED_AT_ON
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,6 @@ class History(NamedTuple):
         )
 
 
-def check_length(history: Any) -> int:
-    return check_count("history", history, 0)
-
-
 class StepHistory:
     """The outcomes of the latest steps of one optimizer.
 
@@ -76,7 +72,7 @@ class StepHistory:
         self.count += 1
         if not self._length:
             return
-        self._latest.append(outcome.numbers())
+        self._latest.append(outcome.numbers)
         if len(self._latest) == GATHERED_AT_ONCE:
             self._gather()
             while sum(len(steps) for steps, _ in self._gathered) - len(self._gathered[0][0]) >= self._length:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
-from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -26,13 +26,22 @@ DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
 # On an accelerator ranks read whether their scales differ at every so many agreements.
 CHECKED_EVERY = 1000
+# Bounds of the factors of the update rule, both exclusive, in torch's words.
+FACTORS = {
+    "growth_factor": (1.0, math.inf, "The growth factor must be > 1.0."),
+    "backoff_factor": (0.0, 1.0, "The backoff factor must be < 1.0 and > 0."),
+}
+
+
+def _checked(name: str, value: Any, kind: Any, what: str, hint: str = "") -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise AmpTypeError(f"{name} must be {what}, got {type(value).__name__}{hint}")
+    return value
 
 
 def check_number(name: str, value: Any) -> float:
     """``value`` as a float. Raises AmpTypeError with the name of the argument if it is no real number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise AmpTypeError(f"{name} must be a number, got {type(value).__name__}")
-    return float(value)
+    return float(_checked(name, value, Real, "a number"))
 
 
 def check_scale(name: str, value: Any) -> float:
@@ -45,9 +54,7 @@ def check_scale(name: str, value: Any) -> float:
 
 def check_count(name: str, value: Any, least: int) -> int:
     """``value`` as an int >= ``least`` that fits int32."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise AmpTypeError(f"{name} must be an int, got {type(value).__name__}")
-    number = int(value)
+    number = int(_checked(name, value, Integral, "an int"))
     if not least <= number <= torch.iinfo(torch.int32).max:
         raise AmpValueError(f"{name} is {number}, expected an int >= {least} that fits int32")
     return number
@@ -55,25 +62,15 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 def check_loss_id(value: Any) -> int:
     """``value`` as a loss id: an int, also of numpy, but not a bool."""
-    if value.__class__ is int:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise AmpTypeError(
-            f"loss_id must be an int, got {value!r} of type {type(value).__name__}. Pass the number of the loss, from "
-            "0 to num_losses - 1."
-        )
-    return int(value)
+    hint = f": {value!r}. Pass the number of the loss, from 0 to num_losses - 1."
+    return int(_checked("loss_id", value, Integral, "an int", hint))
 
 
-def check_growth_factor(value: Any) -> float:
-    if not 1.0 < (number := check_number("growth_factor", value)) < math.inf:
-        raise AmpValueError(f"growth_factor is {number}. The growth factor must be > 1.0.")
-    return number
-
-
-def check_backoff_factor(value: Any) -> float:
-    if not 0.0 < (number := check_number("backoff_factor", value)) < 1.0:
-        raise AmpValueError(f"backoff_factor is {number}. The backoff factor must be < 1.0 and > 0.")
+def check_factor(name: str, value: Any) -> float:
+    """``value`` as a float between the bounds of ``FACTORS``."""
+    low, high, rule = FACTORS[name]
+    if not low < (number := check_number(name, value)) < high:
+        raise AmpValueError(f"{name} is {number}. {rule}")
     return number
 
 
@@ -85,37 +82,6 @@ def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[f
             f"min_{kind} is {low} and max_{kind} is {high}, expected 0 <= min_{kind} <= max_{kind} with max_{kind} > 0"
         )
     return low, high
-
-
-def required(state: Mapping[str, Any], key: str) -> Any:
-    """``state[key]``. Raises AmpKeyError with the name of a missing key."""
-    if key not in state:
-        raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
-    return state[key]
-
-
-def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
-
-
-def read_entry(entry: Any) -> dict[str, Any]:
-    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
-
-    Raises:
-        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
-    """
-    if not isinstance(entry, Mapping):
-        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
-    result = {
-        "loss_scale": check_scale("loss_scale", plain(required(entry, "loss_scale"))),
-        "unskipped": check_count("unskipped", plain(required(entry, "unskipped")), 0),
-    }
-    if "hysteresis" in entry:
-        result["hysteresis"] = check_count("hysteresis", plain(entry["hysteresis"]), 0)
-    return result
 
 
 class LossScale:
@@ -162,17 +128,16 @@ class LossScale:
         hysteresis: int = 1,
     ) -> None:
         self.dynamic = dynamic
-        self.growth_factor = check_growth_factor(growth_factor)
-        self.backoff_factor = check_backoff_factor(backoff_factor)
+        self.growth_factor = check_factor("growth_factor", growth_factor)
+        self.backoff_factor = check_factor("backoff_factor", backoff_factor)
         self.growth_interval = check_count("growth_interval", growth_interval, 1)
         self.min_scale, self.max_scale = check_bounds(min_scale, max_scale)
         self.init_hysteresis_tracker = self.hysteresis = check_count("hysteresis", hysteresis, 1)
         # The value of a static scale is always init_scale.
         self.init_scale, self.init_growth_tracker = check_scale("init_scale", init_scale), 0
-        if dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
-            raise AmpValueError(
-                f"init_scale is {self.init_scale}, outside min_scale={self.min_scale} and max_scale={self.max_scale}"
-            )
+        low, high = self.min_scale, self.max_scale
+        if dynamic and not low <= self.init_scale <= high:
+            raise AmpValueError(f"init_scale is {self.init_scale}, outside min_scale={low} and max_scale={high}")
 
     @classmethod
     def from_option(
@@ -183,16 +148,16 @@ class LossScale:
         A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
         value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
-        if loss_scale != DYNAMIC:
-            if isinstance(loss_scale, str):
-                raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-            value = check_scale("loss_scale", loss_scale)
-            scale = cls(value, dynamic=skip_nonfinite)
-            if skip_nonfinite:
-                scale.is_held, scale.min_scale, scale.max_scale = True, value, value
-            return scale
-        low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
-        return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+        if loss_scale == DYNAMIC:
+            low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
+            return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+        if isinstance(loss_scale, str):
+            raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
+        value = check_scale("loss_scale", loss_scale)
+        scale = cls(value, dynamic=skip_nonfinite)
+        if skip_nonfinite:
+            scale.is_held, scale.min_scale, scale.max_scale = True, value, value
+        return scale
 
     @property
     def is_identity(self) -> bool:
@@ -207,17 +172,14 @@ class LossScale:
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The scale itself, which updates change in place. Created on ``device`` if there is none yet. No host
-        sync."""
+        """The scale itself, which updates change in place. Created on ``device`` if there is none yet."""
         return self._state(device)[0]
 
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor, FoundInf]:
-        """The factors of a block for its loss and for its gradients: copies that later updates do not change. And the
-        flags of the block's gradients, which nobody reads for a static scale without an observer.
+        """The factors of a block for its loss and its gradients, which later updates do not change. And the flags of
+        its gradients, which nobody reads for a static scale without an observer.
 
-        ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale and no older
-        copy. No host sync.
-        """
+        ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale."""
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
@@ -227,28 +189,20 @@ class LossScale:
             self._factors = PerDevice(copy), PerDevice(inverse)
         return *self._factors, found_inf
 
-    def inv_scale(self, device: torch.device) -> Factor:
-        """1 / scale, computed on the device. No host sync."""
-        return self.factors(device, fresh=False)[1]
-
     def tell(self, found_inf: Tensor) -> None:
-        """Passes the one-element flag of this loss's gradients to the observer. No host sync."""
+        """Passes the one-element flag of this loss's gradients to the observer."""
         if self.observer is not None:
             self.observer.checked(found_inf)
 
     def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
-        """The process groups whose ranks agree on flags: ``of_meshes``, those of the gradients' meshes, and the scale's
-        own. Empty for a static scale."""
-        own = [] if self.process_group is None else [self.process_group]
-        return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
+        """The process groups whose ranks agree on flags: those of the gradients' meshes and the scale's own. None for
+        a static scale."""
+        groups = dict.fromkeys([*of_meshes, self.process_group]) if self.dynamic else ()
+        return [group for group in groups if group is not None]
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
         """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0. Every rank must take
-        part. ``call``: for messages. Host sync as ``received``.
-
-        Raises:
-            AmpRankError: the loss scales of the ranks differ, or another rank has left the call out.
-        """
+        part, else AmpRankError. ``call``: for messages. Host sync and errors as ``received``."""
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
         joined = self.sent(found_inf)
@@ -259,9 +213,8 @@ class LossScale:
     def sent(self, found_inf: Tensor) -> Tensor:
         """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync.
 
-        Carries the scale along, to find one that differs: its bits in two halves, and their squares. All of these are
-        integers, so sums of equal ones are exact.
-        """
+        With the bits of the scale in two halves, and their squares, to find a scale that differs. Sums of these
+        integers are exact."""
         bits = move(self._state(found_inf.device)[0], found_inf.device).view(torch.int32)
         halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
         flag = found_inf.detach().reshape(()) != 0
@@ -270,9 +223,8 @@ class LossScale:
     def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
         """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. ``call``: for messages.
 
-        The flag is 1 if the scales differ, so that every rank skips the step. Each rank reads whether they do, and
-        raises: each time on the CPU, where the host waits anyway; on other devices at the first time, after a load and
-        every 1,000th time, with a host sync. No host sync otherwise.
+        1 if the scales differ, so that every rank skips the step. Ranks read whether they do: each time on the CPU,
+        where the host waits anyway; else at the first time, after a load and every 1,000th time, with a host sync.
 
         Raises:
             AmpRankError: the loss scales of the ranks differ.
@@ -293,9 +245,7 @@ class LossScale:
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
-
-        A static scale only counts updates with a clear flag.
-        """
+        A static scale only counts updates with a clear flag."""
         scale, growth_tracker, _ = self._state(found_inf.device)
         if found_inf.device != scale.device:
             found_inf = move(found_inf, scale.device)
@@ -305,14 +255,14 @@ class LossScale:
             growth_tracker.add_(found_inf.reshape(()) == 0)
 
     def update_with_check(self, device: torch.device) -> ops.ScaleUpdate:
-        """What ``update`` of a dynamic scale does, for the op that checks the gradients. No host sync."""
+        """What ``update`` of a dynamic scale does, for the op that checks the gradients."""
         self._factors = None  # first: an exception must not leave outdated copies
         rule: Any = self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis
         bounds: Any = self.min_scale, self.max_scale
         return ops.ScaleUpdate(*self._state(device), *rule, *bounds)
 
     def count_clean(self, device: torch.device) -> None:
-        """``update`` of a static scale with a clear flag. No host sync."""
+        """``update`` of a static scale with a clear flag."""
         self._state(device)[1].add_(1)
 
     # --- on the host ------------------------------------------------------------------------------------------------
@@ -322,10 +272,10 @@ class LossScale:
         return self.init_scale if self.scale is None or not self.dynamic else self.scale.item()
 
     def set(self, value: float | Tensor) -> None:
-        """Replaces the scale, static or dynamic. The bounds apply only to ``update``. No host sync.
+        """Replaces the scale. The bounds apply only to ``update``. No host sync.
 
-        A dynamic scale also accepts a one-element tensor, and copies it on the device. If its value is not > 0 and
-        finite, the scale stays. One that is held takes the bounds along, and reads the tensor: a host sync.
+        A dynamic scale also copies a one-element tensor on the device; if its value is not > 0 and finite, the scale
+        stays. One that is held takes the bounds along, and reads the tensor: a host sync.
 
         Raises:
             AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
@@ -347,16 +297,14 @@ class LossScale:
         """The clean updates in a row. Host sync for a scale on an accelerator."""
         return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
 
-    def set_unskipped(self, n: int) -> None:
-        """Replaces the count of clean updates, an int >= 0."""
-        self._put("growth_tracker", check_count("unskipped", n, 0))
-
     def hysteresis_left(self) -> int:
         """The overflows until the scale falls. Host sync for a scale on an accelerator."""
         return self.init_hysteresis_tracker if self.hysteresis_tracker is None else int(self.hysteresis_tracker.item())
 
+    def set_unskipped(self, n: int) -> None:
+        self._put("growth_tracker", check_count("unskipped", n, 0))
+
     def set_hysteresis_left(self, n: int) -> None:
-        """Replaces the count of overflows until the scale falls, an int >= 0."""
         self._put("hysteresis_tracker", check_count("hysteresis_tracker", n, 0))
 
     def _put(self, name: str, number: float) -> None:
@@ -371,9 +319,8 @@ class LossScale:
             state["hysteresis"] = self.hysteresis_left()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of ``state_dict`` or of apex, see ``read_entry``. An invalid one changes nothing."""
-        entry = read_entry(state)
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Loads a state of ``state_dict`` or of apex that ``formats`` has checked."""
         self.until_check = 0
         self.set(entry["loss_scale"])
         self.set_unskipped(entry["unskipped"])
@@ -390,11 +337,7 @@ class LossScale:
         return self.scale, self.growth_tracker, self.hysteresis_tracker  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles numbers instead of tensors, so that a pickle loads on any device. Host sync.
-
-        Raises:
-            AmpError: the scale has a process group, which belongs to this process.
-        """
+        """Pickles numbers instead of tensors, so that a pickle loads on any device. Host sync."""
         if self.process_group is not None:
             raise AmpError(
                 "a loss scale with a process group cannot be copied or pickled, because the group belongs to this "

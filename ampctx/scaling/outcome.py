@@ -17,10 +17,8 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import device_of, dtype_of
 
-OVERFLOW = "overflow"
-FOUND_INF = "found_inf"
 # The kind of a number of a step, and its loss id.
-Number = tuple[Literal["overflowed", "scale", "found_inf", "grad_norm"], int]
+Number = tuple[Literal["overflowed", "found_inf", "scale", "grad_norm"], int]
 
 
 class Culprit(NamedTuple):
@@ -101,26 +99,30 @@ class StepOutcome:
     ) -> None:
         """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: a flag that was set
         on the optimizer. No later code may write to these tensors."""
-        # What is raised: loss ids, and FOUND_INF for ``external``. And the flags that nobody has read yet.
-        self._raised: tuple[Any, ...] = () if isinstance(flags, dict) else tuple(flags)
-        self._flags: dict[Any, Tensor] = dict(flags) if isinstance(flags, dict) else {}
+        raised = flags if isinstance(flags, dict) else dict.fromkeys(flags, 1.0)
+        # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
+        self.numbers: dict[Number, Tensor | float] = {("overflowed", i): flag for i, flag in raised.items()}
         if external is not None:
-            self._flags[FOUND_INF] = external
-        self._scales: dict[int, Any] = dict(scales or {})
-        self._norm: Tensor | float | None = grad_norm
+            self.numbers["found_inf", 0] = external
+        for i, factor in (scales or {}).items():
+            self.numbers["scale", i] = factor.value if isinstance(factor, PerDevice) else factor
+        if grad_norm is not None:
+            self.numbers["grad_norm", 0] = grad_norm
         self._culprits = culprits
 
-    def _read(self) -> tuple[Any, ...]:
-        if self._flags:
-            values = gathered(list(self._flags.values())).tolist()
-            self._raised = tuple(i for i, value in zip(self._flags, values, strict=True) if value != 0)
-            self._flags = {}
-        return self._raised
+    def _read(self, *kinds: str) -> dict[Number, float]:
+        """The numbers of these kinds."""
+        found: dict[Number, Any] = {key: value for key, value in self.numbers.items() if key[0] in kinds}
+        if tensors := [value for value in found.values() if isinstance(value, Tensor)]:
+            values = iter(gathered(tensors).tolist())
+            found = {key: next(values) if isinstance(value, Tensor) else value for key, value in found.items()}
+            self.numbers = {**self.numbers, **found}
+        return found
 
     @property
     def skipped(self) -> bool:
         """Whether the step left parameters and optimizer state unchanged because of an overflow."""
-        return bool(self._read())
+        return any(self._read("overflowed", "found_inf").values())
 
     @property
     def stepped(self) -> bool:
@@ -134,21 +136,18 @@ class StepOutcome:
         "overflow": inf or nan in the gradients. "found_inf": only a flag that other code had set on the optimizer."""
         if not self.skipped:
             return None
-        return OVERFLOW if self.overflowed else FOUND_INF
+        return "overflow" if self.overflowed else "found_inf"
 
     @property
     def overflowed(self) -> tuple[int, ...]:
         """The ids of the losses whose gradients were not finite. -1 means a backward outside of scale_loss."""
-        return tuple(i for i in self._read() if i != FOUND_INF)
+        flags = self._read("overflowed", "found_inf")
+        return tuple(i for (kind, i), flag in flags.items() if flag and kind == "overflowed")
 
     @property
     def scales(self) -> dict[int, float]:
         """The scale of each loss that had a part in the step, by loss id."""
-        factors = [f.value if isinstance(f, PerDevice) else f for f in self._scales.values()]
-        if any(isinstance(factor, Tensor) for factor in factors):
-            factors = gathered([torch.as_tensor(factor, dtype=torch.float32) for factor in factors]).tolist()
-            self._scales = dict(zip(self._scales, factors, strict=True))
-        return {i: float(scale) for i, scale in self._scales.items()}
+        return {i: float(scale) for (_, i), scale in self._read("scale").items()}
 
     @property
     def scale(self) -> float | None:
@@ -162,9 +161,11 @@ class StepOutcome:
 
         Computed by ``ampctx.clip_grad_norm_`` (over its parameters), or with the finite check of an optimizer of ampctx
         with masters. None if neither computed it."""
-        if isinstance(self._norm, Tensor):
-            self._norm = self._norm.item()
-        return self._norm
+        norm = self.numbers.get(("grad_norm", 0))
+        if isinstance(norm, Tensor):
+            norm = norm.item()
+            self.numbers = {**self.numbers, ("grad_norm", 0): norm}
+        return norm
 
     @property
     def culprits(self) -> Culprits | None:
@@ -179,25 +180,12 @@ class StepOutcome:
             self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
         return self._culprits  # type: ignore[return-value]
 
-    def numbers(self) -> dict[Number, Tensor | float]:
-        """The numbers of the step, for the history: one-element tensors, or floats once they were read. No host
-        sync."""
-        flags: dict[Any, Tensor | float] = {**dict.fromkeys(self._raised, 1.0), **self._flags}
-        result: dict[Number, Tensor | float] = {
-            ("found_inf", 0) if i == FOUND_INF else ("overflowed", i): flag for i, flag in flags.items()
-        }
-        for i, scale in self._scales.items():
-            result["scale", i] = scale.value if isinstance(scale, PerDevice) else scale
-        if self._norm is not None:
-            result["grad_norm", 0] = self._norm
-        return result
-
     def name(self, culprits: Culprits) -> None:
         """Sets the parameters with non-finite gradients, if they were found in time."""
         self._culprits = culprits
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.culprits, self.scales, self.grad_norm, self._read()
+        _ = self.culprits, self.scales, self.grad_norm
         return self.__dict__.copy()
 
     def __repr__(self) -> str:

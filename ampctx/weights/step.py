@@ -9,20 +9,37 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampctx.kernels import handles
 from ampctx.weights.pending import Pending
 
 
-class Counts(Protocol):
-    """``ampctx.scaling.device_skips.SkipCounts``, as an optimizer sees it."""
+class SkipCounts:
+    """The numbers of a loss in which the first op call counts the step: four of ``count_skip``, and the scale.
 
-    is_taken: bool
+    ``is_taken``: whether the step has counted itself. ``found_inf``: of the step that these were offered for. A step
+    that raised and is tried again has the same one.
+    """
 
-    def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]: ...
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.device, self.is_taken = tensors, tensors[0].device, False
+        self.found_inf: Tensor | None = None
+        self._held: handles.HeldTensors | None = None
+
+    def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The numbers, once; none on another device. ``along``: another list of the call. No host sync."""
+        if self.is_taken or device != self.device:
+            return ()
+        self.is_taken = True
+        if type(along) not in handles.HANDLES:
+            return self.tensors
+        if self._held is None:
+            self._held = handles.hold(self.tensors)
+        return self.tensors if self._held is None else self._held
 
 
 class Step(NamedTuple):
@@ -37,7 +54,7 @@ class Step(NamedTuple):
     found_inf: Tensor | None = None
     models: Mapping[Tensor, Tensor] = {}
     pending: Pending | None = None
-    counts: Counts | None = None
+    counts: SkipCounts | None = None
 
 
 # A function for steps that evaluate the model, which ask after it.

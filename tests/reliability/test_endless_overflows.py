@@ -11,7 +11,7 @@ from stepping import ON_DEVICE, Loop, ScalerLoop, every_optimizer, few_levels, n
 
 import ampctx
 from ampctx import AmpError, AmpStallError, AmpTypeError, AmpValueError, GradScaler
-from ampctx.scaling import device_skips
+from ampctx.scaling import step_record
 
 POISON = {"0.weight": INF, "3.bias": NAN}
 LOOPS = {"session": Loop, "GradScaler": lambda _, name, **options: ScalerLoop(name, **options)}
@@ -138,17 +138,12 @@ def test_word_that_arrives_late(session, make, name, monkeypatch):
     """Where the host is ahead of the device, the error is late by as much, counts what was skipped meanwhile, and does
     not come when a step has been taken since."""
     arrived = []
-    made = device_skips._Copy.__init__
 
     class Event:
         def query(self):
             return bool(arrived)
 
-    def late(copy, *args):
-        made(copy, *args)
-        copy.event = Event()
-
-    monkeypatch.setattr(device_skips._Copy, "__init__", late)
+    monkeypatch.setattr(step_record, "_copied", lambda counts: (counts.clone(), Event()))
     loop = make(session, name, max_consecutive_skips=2)
     for _ in range(8):
         loop.iterate(0, POISON)

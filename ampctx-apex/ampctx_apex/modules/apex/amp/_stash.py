@@ -147,7 +147,7 @@ class AmpOptimizerState:
 
     def _assumed_inv_scale(self) -> Factor:
         """1 / scale of the first loss: the default divisor of a step."""
-        return self._binding.loss_scales[0].inv_scale(self._device())
+        return self._binding.loss_scales[0].factors(self._device(), fresh=False)[1]
 
     def _refuse_in_block(self, name: str) -> None:
         if spi.in_block(self._binding):
@@ -171,7 +171,7 @@ class AmpOptimizerState:
                 "_post_amp_backward takes an apex.amp.scaler.LossScaler, such as amp._amp_state.loss_scalers[0], got "
                 f"{type(scaler).__name__}"
             )
-        found_inf = spi.close_window(self._binding, scale.inv_scale(self._device()))
+        found_inf = spi.close_window(self._binding, scale.factors(self._device(), fresh=False)[1])
         self._prepared = None
         device = next(iter(found_inf.per_device), self._device())
         spi.conclude(self._binding, scale, found_inf.joined(device))

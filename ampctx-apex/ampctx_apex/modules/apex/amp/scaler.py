@@ -203,7 +203,7 @@ class LossScaler:
     # --- unscaling ----------------------------------------------------------------------------------------------------
 
     def _inv_scale(self, tensors: Sequence[Tensor]) -> Factor:
-        return self._of.inv_scale(tensors[0].device) if tensors else 1.0
+        return self._of.factors(tensors[0].device, fresh=False)[1] if tensors else 1.0
 
     def unscale(
         self,

@@ -1,0 +1,126 @@
+"""Optimizers of any class: whether they skip steps by themselves, and how to restore them after an overflow."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpError
+from ampctx.kernels.reference import is_dense, same_layout
+from ampctx.weights.step import declares
+
+
+@functools.cache
+def asks_for_grad_scaler(step: Callable) -> bool:
+    """Whether ``step`` takes ``grad_scaler``, a protocol that torch has deprecated. Do not pass bound methods: the
+    cache would keep their object alive."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
+    """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group.
+
+    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
+    """
+    inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
+    return (
+        declares(optimizer, "_step_supports_amp_scaling")
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
+    )
+
+
+@torch.no_grad()
+def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
+    """Creates momentum buffers of zeros. False if torch's fused SGD cannot skip its first step.
+
+    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Zeros give the same steps without
+    dampening. With dampening the host must read the flag of the first step. ``before_backward``: as above.
+    """
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0:
+            continue
+        steps = [p for p in group["params"] if (p.requires_grad if before_backward else p.grad is not None)]
+        fresh = [p for p in steps if optimizer.state[p].get("momentum_buffer") is None]
+        if fresh and group["dampening"] != 0:
+            return False
+        for p in fresh:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return True
+
+
+@torch.no_grad()
+def align_gradients(optimizer: Any) -> None:
+    """Copies gradients into the layout of their parameters where these differ, in groups with ``fused``. No host sync.
+
+    torch's fused optimizers (2.13) read parameter, gradient and state in memory order, without a check that the layouts
+    agree. ampctx.optimizers handle this themselves.
+
+    Raises:
+        AmpError: a parameter whose elements do not fill one block of memory, by name. Nothing has changed then.
+    """
+    others: list[tuple[Tensor, Tensor]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        if not group.get("fused"):
+            continue
+        for i, p in enumerate(group["params"]):
+            grad = p.grad
+            if grad is None or grad.layout != torch.strided or (p.is_contiguous() and grad.is_contiguous()):
+                continue
+            if not is_dense(p):
+                raise AmpError(
+                    f"{type(optimizer).__name__} with fused=True steps the wrong memory of "
+                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory. Make the "
+                    "parameter contiguous, or pass fused=False."
+                )
+            if not same_layout(grad, p):
+                others.append((p, grad))
+    for p, grad in others:
+        p.grad = torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+
+def with_wrapped(optimizer: Any) -> list[Any]:
+    """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
+    found = [optimizer]
+    for one in found:
+        for value in vars(one).values():
+            if isinstance(value, torch.optim.Optimizer) and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
+def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
+    """Copies parameters, state and group options. Returns the function that restores them. No host sync.
+
+    Args:
+        optimizer: any optimizer. The snapshot has the parameters of its groups.
+        wrapped_too: whether to include the state of an optimizer that it wraps.
+    """
+    values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
+    saved_states = [(state, {p: copy.deepcopy(dict(of_p)) for p, of_p in state.items()}) for state in states]
+    options = [(g, {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for p, memory, value in values:
+            if p.data_ptr() != memory.data_ptr():
+                p.data = memory  # SAM assigns p.data
+            p.copy_(value)
+        for state, saved in saved_states:
+            state.clear()
+            state.update(saved)
+        for group, of_group in options:  # a group that was added since stays as it is
+            for k, v in of_group.items():
+                if isinstance(v, Tensor):
+                    group[k].copy_(v)  # other code may refer to a tensor lr
+                else:
+                    group[k] = v
+
+    return restore
