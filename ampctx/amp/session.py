@@ -17,7 +17,7 @@ from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import fully_sharded, misuse, ranks, setup, split_weights, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipFacts, tell
+from ampctx.amp.events import BlockFacts, Events, RunFacts, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.session_state import SessionState
@@ -597,7 +597,7 @@ class AmpSession(SessionState):
         self._log.report(before, skipped, losses, culprits)
         for _, scale, value in losses if self._events.skipped else ():
             if scale.moves:
-                tell(self._events.skipped, SkipFacts(value, scale.min_scale, skipped, steps))
+                tell(self._events.skipped, value, scale.min_scale, skipped, steps)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:
