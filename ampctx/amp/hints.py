@@ -27,7 +27,8 @@ class Hints:
     """Listens to all events of its optimizers: to blocks and steps until each has made its first steps."""
 
     def __init__(self, events: Events, run: RunFacts) -> None:
-        self.run, self.said = run, set[str]()
+        self.names, self.moves, self.warn = run.names, run.moves, run.warn
+        self.said = set[str]()
         self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(run.optimizers, 0))
         self.is_start, self.until = True, FIRST_STEPS if len(run.moves) == 1 else ENOUGH_STEPS
         # The first optimizer of a block and its loss id, once a backward went through the scaled loss.
@@ -47,7 +48,7 @@ class Hints:
     def say(self, kind: str, text: str) -> None:
         if kind not in self.said:
             self.said.add(kind)
-            self.run.warn(text)
+            self.warn(text)
 
     def entered(self, block: BlockFacts) -> None:
         if not any(optimizer in self.steps for optimizer in block.optimizers):
@@ -60,7 +61,7 @@ class Hints:
         if block.scaled.requires_grad and loss not in proved:
             block.scaled.register_hook(lambda grad: proved.add(loss))
         hooked = {id(p) for p in block.leaves if _has_hooks(p)}
-        if names := [name for model in self.run.names.by_model() for name, p in model.items() if id(p) in hooked]:
+        if names := [name for model in self.names.by_model() for name, p in model.items() if id(p) in hooked]:
             self.say(
                 "hooks",
                 f"amp.scale_loss: hooks on {_listed(names)} see gradients multiplied by the loss scale. A hook may "
@@ -102,7 +103,7 @@ class Hints:
                 f"{call} changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
                 "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
             )
-        elif any(self.run.moves) and step.optimizer not in self.in_blocks and not step.by_scaler:
+        elif any(self.moves) and step.optimizer not in self.in_blocks and not step.by_scaler:
             self.say(
                 "no block",
                 f"{call}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
@@ -112,7 +113,7 @@ class Hints:
             )
         found = {
             name: p
-            for model in self.run.names.by_model()
+            for model in self.names.by_model()
             # Not a model without any parameter in the optimizer, such as a teacher.
             if not step.stepped.isdisjoint(map(id, model.values()))
             for name, p in model.items()
@@ -131,11 +132,11 @@ class Hints:
             )
 
     def _look_at_losses(self) -> None:
-        if 0 < len(self.unused) < len(self.run.moves):
+        if 0 < len(self.unused) < len(self.moves):
             unused = ", ".join(map(str, sorted(self.unused)))
             self.say(
                 "losses",
-                f"amp.initialize(num_losses={len(self.run.moves)}): after {self.until} steps of each optimizer no "
+                f"amp.initialize(num_losses={len(self.moves)}): after {self.until} steps of each optimizer no "
                 f"scale_loss block has used loss_id={unused}. Losses then share a loss scale, and an overflow of one "
                 "lowers it for all. Pass amp.scale_loss(..., loss_id=i) for each loss, or lower num_losses. "
                 "See docs/errors.md#no-scale_loss-block-has-used-loss_id.",
@@ -153,7 +154,7 @@ class Hints:
 
     def dropped(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:
-            self.run.warn(
+            self.warn(
                 f"{type(optimizer).__name__}.step(): {_listed(names, quote='')} joined the optimizer with a gradient "
                 "from before. Its loss scale is unknown, so ampctx dropped the gradient. Add parameters before their "
                 "backward."
