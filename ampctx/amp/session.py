@@ -238,8 +238,7 @@ class AmpSession:
         for model in model_list:
             reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
-        setup.check_optimizers(optimizer_list, self._bindings)
-        setup.check_cudnn(model_list)
+        setup.check(model_list, optimizer_list, self._bindings)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
         if policy.master_weights == "split":
