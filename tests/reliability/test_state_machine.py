@@ -705,7 +705,7 @@ class Training(RuleBasedStateMachine):
 
 TestTraining = Training.TestCase
 TestTraining.settings = settings(
-    max_examples=int(EXAMPLES or 100),
+    max_examples=int(EXAMPLES or 200),
     stateful_step_count=30,
     derandomize=EXAMPLES is None,
     phases=[Phase.generate, *([Phase.shrink] if EXAMPLES else [])],
