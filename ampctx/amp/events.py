@@ -1,7 +1,4 @@
-"""What happens in a training loop, as plain facts for observers. ``hints`` is the one observer.
-
-A session builds the facts of an event only while somebody listens to it.
-"""
+"""What happens in a training loop, as plain facts for observers (``hints``). Built only while somebody listens."""
 
 from __future__ import annotations
 
@@ -45,29 +42,20 @@ class StepFacts(NamedTuple):
     by_scaler: bool
 
 
-class SkipFacts(NamedTuple):
-    """A loss with a moving scale whose gradients overflowed. ``scale``: its value now, at least ``min_scale``.
-    ``skipped`` of ``steps`` steps of the optimizer were skipped."""
-
-    scale: float
-    min_scale: float
-    skipped: int
-    steps: int
-
-
 @dataclass(eq=False)
 class Events:
     """The listeners of each event of one session.
 
     entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step,
-    or each evaluation of its closure, is about to use its gradients. skipped: the host learns of a skip. dropped:
-    (optimizer, names of parameters that joined it with a gradient of unknown scale, which is gone).
+    or each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
+    scale overflowed: (scale, min_scale, skipped steps of the optimizer, all its steps). dropped: (optimizer, names of
+    parameters that joined it with a gradient of unknown scale, which is gone).
     """
 
     entered: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     left: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     stepping: list[Callable[[StepFacts], None]] = field(default_factory=list)
-    skipped: list[Callable[[SkipFacts], None]] = field(default_factory=list)
+    skipped: list[Callable[[float, float, int, int], None]] = field(default_factory=list)
     dropped: list[Callable[[Any, list[str]], None]] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import local, reshard_units
-from ampctx.optimizers._state import EXTRAS
+from ampctx.weights.store import EXTRAS
 
 # Entries of other floating types (float8) stay as they are.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

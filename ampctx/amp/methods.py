@@ -70,17 +70,13 @@ class StepOfCopy:
             "model, give it its own optimizer and AmpSession."
         )
 
-    @property
-    def __func__(self) -> Callable:
-        return lambda _, *args, **kwargs: self(*args, **kwargs)  # LR schedulers wrap it
+    __func__ = property(lambda self: lambda _, *args, **kwargs: self())  # LR schedulers wrap it
 
 
 def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple:
     """The ``__reduce_ex__`` value of an optimizer without the replaced methods, which belong to the original.
 
-    ``of_masters``: the optimizer if it has masters, else None. No model follows the masters of a copy, so its ``step``
-    raises.
-    """
+    ``of_masters``: the optimizer if it has masters, else None. The ``step`` of its copy raises."""
     function, arguments, state, *rest = reduced
     if isinstance(state, dict):
         kept = {name: former for name, former in formers.items() if name in state and former is not None}

@@ -22,21 +22,21 @@ from ampctx.scaling.step_record import is_capturing
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 
-_NO_WITH = (
-    "amp.scale_loss is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
-    "scaled_loss.backward() in it"
-)
-_SEE_WITH = "See docs/errors.md#ampscale_loss-is-a-context-manager."
-
 
 class LossBlock(_GeneratorContextManager):
     """What ``scale_loss`` returns, for one ``with``. Using it as a loss raises an error that names the fix."""
 
+    def _refuse(self, error: type[Exception], use: str) -> NoReturn:
+        raise error(
+            "amp.scale_loss is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and "
+            f"call scaled_loss.backward() in it. {use}. See docs/errors.md#ampscale_loss-is-a-context-manager."
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
-        raise AmpAttributeError(f"{_NO_WITH}. A block has no {name!r}. {_SEE_WITH}")
+        self._refuse(AmpAttributeError, f"A block has no {name!r}")
 
     def _no_number(self, *_: Any) -> NoReturn:
-        raise AmpTypeError(f"{_NO_WITH}. A block is no number. {_SEE_WITH}")
+        self._refuse(AmpTypeError, "A block is no number")
 
     __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __sub__ = __float__ = _no_number
 
@@ -46,18 +46,18 @@ class Initialized(tuple):
 
     __slots__ = ()
 
-    def _refusal(self, use: str) -> str:
-        return (
-            f"amp.initialize returned a pair, the model and the optimizer, and {use}. Write "
-            "`model, optimizer = amp.initialize(model, optimizer, ...)`. "
+    def _refuse(self, error: type[Exception], use: str) -> NoReturn:
+        raise error(
+            f"amp.initialize returned a pair, the model and the optimizer, and {use}. Write `model, optimizer = "
+            "amp.initialize(model, optimizer, ...)`. "
             "See docs/errors.md#ampinitialize-returned-a-pair-the-model-and-the-optimizer."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AmpAttributeError(self._refusal(f"it has no {name!r}"))
+        self._refuse(AmpAttributeError, f"it has no {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise AmpTypeError(self._refusal("it was called"))
+        self._refuse(AmpTypeError, "it was called")
 
     def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
@@ -84,19 +84,17 @@ def note_models(models: Iterable[nn.Module], session: Any) -> Undo:
 def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
     """Raises AmpError if a model holds 16-bit tensors because a session has cast them."""
     for prefix, module in (named for model in models for named in model.named_modules() if named[1] in _under_amp):
-        for kind, tensors in (("param", module.named_parameters), ("buffer", module.named_buffers)):
-            low = [(n, t) for n, t in tensors(prefix, recurse=False) if t.dtype in LOW_PRECISION]
-            for name, t in low[:1]:
-                is_here = _under_amp[module]() is session
-                where = "this session" if is_here else "another AmpSession"
-                whose = "amp.reset()" if is_here else "reset() of that one"
-                raise AmpError(
-                    f"Found {kind} {name} with type {t.type()}, expected fp32: the model is under amp already, in "
-                    f"{where}, which cast its weights to 16 bits. Call {whose} first. Pass all models and optimizers "
-                    "that train together to one amp.initialize, and add later parameters with "
-                    "optimizer.add_param_group(). See "
-                    "docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
-                )
+        is_here = _under_amp[module]() is session
+        where, whose = ("this session", "amp.reset()") if is_here else ("another AmpSession", "reset() of that one")
+        tensors = {f"param {n}": p for n, p in module.named_parameters(prefix, False)}
+        tensors |= {f"buffer {n}": b for n, b in module.named_buffers(prefix, False)}
+        if low := next((name for name, t in tensors.items() if t.dtype in LOW_PRECISION), None):
+            raise AmpError(
+                f"Found {low} with type {tensors[low].type()}, expected fp32: the model is under amp already, in "
+                f"{where}, which cast its weights to 16 bits. Call {whose} first. Pass all models and optimizers that "
+                "train together to one amp.initialize, and add later parameters with optimizer.add_param_group(). See "
+                "docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
+            )
 
 
 # --- a GradScaler over masters ----------------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def grad_scaler_calls() -> bool:
 
 # --- blocks over the wrong optimizer ----------------------------------------------------------------------------------
 
-# This many gradients show that a block has reached an optimizer. Marking all would cost as much as unscaling them.
+# So many gradients show that a block has reached an optimizer. Marking all would cost as much as unscaling them.
 MARKS = 16
 
 
@@ -129,43 +127,37 @@ class LeftGrads:
     """
 
     def __init__(self) -> None:
-        # By id of the gradient.
+        # The marked gradients, by id of the parameter.
         self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Those that were there when a block of this optimizer began, which will add its own to them.
         self.joined: list[tuple[Tensor, Tensor]] = []
-        # Counts blocks of this optimizer.
         self._blocks = 0
 
     def zeroed(self) -> None:
         self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
-        """Looks at the gradients when a block of others begins. The function that it returns marks, when the block
-        ends, those that the block has written. With masters they are dropped instead, like those of 16-bit weights.
+        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written.
 
-        That function takes the ids of parameters that the block itself unscales.
+        With masters it drops them instead, like those of 16-bit weights. It takes the ids of parameters that the block
+        itself unscales.
         """
         formers, blocks = list(map(grad_of, params)), self._blocks
-        versions = formers if all_none(formers) else [None if g is None else _version(g) for g in formers]
+        versions = formers if all_none(formers) else list(map(_version, formers))
 
         def note(unscaled: set[int]) -> None:
             grads = list(map(grad_of, params))
             # A block of this optimizer inside the other one has its own gradients.
             if all_none(grads) or blocks != self._blocks:
                 return
-            marks = {}
+            marked = 0
             for p, g, former, version in zip(params, grads, formers, versions, strict=True):
-                if g is None or id(p) in unscaled or _version(g) is None:
+                if id(p) in unscaled or (now := _version(g)) is None or (g is former and now == version):
                     continue
                 if former is None and has_masters:
                     p.grad = None
-                elif g is not former or _version(g) != version:
-                    marks[id(g)] = weakref.ref(g), version_of(g)
-                elif id(g) in self.marks:
-                    marks[id(g)] = self.marks[id(g)]
-                if len(marks) == MARKS and not has_masters:
-                    break
-            self.marks = marks
+                elif marked < MARKS:
+                    self.marks[id(p)], marked = (weakref.ref(g), now), marked + 1
 
         return note
 
@@ -173,7 +165,7 @@ class LeftGrads:
         """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
-            self.joined = self._untouched(params) if self.marks else []
+            self.joined = self._untouched(params)
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
@@ -186,16 +178,13 @@ class LeftGrads:
         self._refuse(self._untouched(params), optimizer, names, "and this step would use them as unscaled ones")
 
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) of the marks whose gradient is there unchanged. No host sync."""
+        """(parameter, gradient) of the marks whose gradient is there unchanged. Forgets the others. No host sync."""
         found = []
-        for p in params:
-            g = p.grad
-            if g is not None and id(g) in self.marks:
-                reference, version = self.marks[id(g)]
-                if reference() is g and version_of(g) == version:
-                    found.append((p, g))
-        if not found:
-            self.marks = {}
+        for p in [p for p in params if id(p) in self.marks] if self.marks else ():
+            reference, version = self.marks[id(p)]
+            if (g := p.grad) is not None and reference() is g and version_of(g) == version:
+                found.append((p, g))
+        self.marks = {id(p): self.marks[id(p)] for p, _ in found}
         return found
 
     def _refuse(self, found: list, optimizer: Any, names: Callable[[], Mapping[int, str]], why: str) -> None:
@@ -203,16 +192,15 @@ class LeftGrads:
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()
-        by_id = names()
-        listed = [by_id[id(p)] for p, _ in found]
+        listed = [names()[id(p)] for p, _ in found[:3]]
         raise AmpError(
             f"{type(optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled gradients in "
-            f"{', '.join(listed[:3])}{' and others' * (len(listed) > 3)}, {why}. Name every optimizer that the "
+            f"{', '.join(listed)}{' and others' * (len(found) > 3)}, {why}. Name every optimizer that the "
             "backward reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before "
             "its own backward. See docs/errors.md#has-left-scaled-gradients-in."
         )
 
 
-def _version(grad: Tensor) -> int | None:
-    """None for an inference tensor, which counts none."""
-    return None if grad.is_inference() else version_of(grad)
+def _version(grad: Tensor | None) -> int | None:
+    """None without a gradient, and for an inference tensor, which counts no versions."""
+    return None if grad is None or grad.is_inference() else version_of(grad)

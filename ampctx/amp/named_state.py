@@ -38,11 +38,11 @@ from ampctx.casts.arguments import LOW_PRECISION, autocast_off
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._state import EXTRAS, divided, joined
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.formats import KEY, plain
+from ampctx.weights.store import EXTRAS, STORES, joined
 
 logger = logging.getLogger("ampctx")
 
@@ -348,7 +348,8 @@ class _NamedRun:
                 if rest is not None:
                     checked(rest, m.p.shape, f'state_dict["compensation"]["{m.name}"]')
                     rest = laid_out_as(rest, m.p)
-                weight, state[EXTRAS[m.layout]] = divided(m.layout, tree["model"][m.name].float(), m.p.dtype, rest)
+                exact = tree["model"][m.name].float()
+                weight, state[EXTRAS[m.layout]] = STORES[m.layout].divided(exact, m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.

@@ -28,7 +28,8 @@ class PrecisionPolicy:
         master_weights: whether the optimizer steps fp32 copies of 16-bit weights, or "split".
         loss_scale: "dynamic" or a number.
         cast_model_outputs: dtype of the model's floating outputs.
-        keep_fp32, ops_fp32: modules and functions that compute in fp32.
+        keep_fp32: modules that compute in fp32.
+        ops_fp32: functions that do.
     """
 
     enabled: bool
@@ -46,7 +47,7 @@ class PrecisionPolicy:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The dtype of the model's weights and inputs. None: they are not cast."""
+        """The dtype of the model's weights and inputs, None if they are not cast."""
         return self.cast_model_type if isinstance(self.cast_model_type, torch.dtype) else None
 
     @property

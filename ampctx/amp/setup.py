@@ -50,8 +50,10 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def check_optimizers(optimizers: list[Any], bound: Container[Any]) -> None:
-    """Raises AmpError for an optimizer that is under amp already."""
+def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any]) -> None:
+    """Raises AmpError for an optimizer that is under amp already, and for CUDA without cuDNN."""
+    if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
+        raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
         if optimizer in bound or optimizer in optimizers[:i]:
             raise AmpError(
@@ -64,12 +66,6 @@ def check_optimizers(optimizers: list[Any], bound: Container[Any]) -> None:
                 f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call reset() of "
                 "that session first."
             )
-
-
-def check_cudnn(models: list[nn.Module]) -> None:
-    on_cuda = any(p.is_cuda for m in models for p in m.parameters())
-    if on_cuda and not torch.backends.cudnn.enabled:
-        raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
 
 
 @torch.no_grad()
@@ -112,21 +108,18 @@ def cast_models(
 
 def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterParams], have_masters: bool) -> None:
     """Loads values into masters along with the model, and refuses to replace tensors that an optimizer steps."""
+    alive = weakref.WeakSet(masters)
     for model in models if have_masters else ():
         undo.callback(watch_loading(model))
         undo.callback(watch_forward(model, masters))
     for model in models if masters else ():
-        undo.callback(refuse_replaced(model, _stepped(masters)))
-
-
-def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
-    """Parameters of the optimizers still alive."""
-    alive = weakref.WeakSet(masters)
-    return lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())]
+        undo.callback(
+            refuse_replaced(model, lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())])
+        )
 
 
 def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
     """Runs ``action`` once: when called, or when ``owner`` is gone, in the thread that drops the last reference."""
-    finalizer = weakref.finalize(owner, action)
-    finalizer.atexit = False
-    return finalizer
+    once = weakref.finalize(owner, action)
+    once.atexit = False
+    return once

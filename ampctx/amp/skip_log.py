@@ -8,7 +8,7 @@ from collections.abc import Container
 import torch
 
 from ampctx._collectives import is_distributed
-from ampctx.amp.events import Events, SkipFacts, tell
+from ampctx.amp.events import Events, tell
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, listed
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
@@ -50,7 +50,7 @@ class SkipLog:
             self._log(skipped, losses, culprits)
         for _, scale, value in losses if self._events.skipped else ():
             if scale.moves:
-                tell(self._events.skipped, SkipFacts(value, scale.min_scale, skipped, steps))
+                tell(self._events.skipped, value, scale.min_scale, skipped, steps)
 
     def _log(self, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits) -> None:
         if self.verbosity <= 0 or not is_rank_zero():

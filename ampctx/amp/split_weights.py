@@ -18,9 +18,9 @@ from ampctx.casts.casting import set_dtype
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._state import EXTRAS, joined
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
+from ampctx.weights.store import EXTRAS, joined
 
 _KEY = EXTRAS["split"]
 

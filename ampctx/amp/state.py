@@ -151,7 +151,7 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
             its key. Nothing has changed then.
     """
     scales: list[LossScale] = session.loss_scales
-    if isinstance(state, Mapping):
+    if isinstance(state, Mapping) and not formats.is_grad_scaler_state(state):
         check_format(state, "state_dict", [*RUN_KEYS, *(key for key in state if str(key).startswith(KEY))])
     if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
         state = _of_grad_scaler(scales, state)

@@ -38,7 +38,7 @@ from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Flags, Known, Overflow
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
-from ampctx.weights.masters import MasterParams
+from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step
 
@@ -242,6 +242,7 @@ class OptimizerBinding:
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True)
+        LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():

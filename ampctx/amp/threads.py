@@ -1,7 +1,4 @@
-"""Checks that a session is used from one thread.
-
-Blocks of several threads would mix up their gradients, and torch's autocast belongs to a thread.
-"""
+"""Checks that a session is used from one thread: blocks of several would mix up their gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ class OwnThread:
         """Notes that the block has ended, or was refused."""
         # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
         here = threading.current_thread()
-        for i in reversed(range(len(self._of_blocks))):
-            if self._of_blocks[i] is here:
-                del self._of_blocks[i]
-                return
+        last = next((i for i in reversed(range(len(self._of_blocks))) if self._of_blocks[i] is here), None)
+        if last is not None:
+            del self._of_blocks[last]

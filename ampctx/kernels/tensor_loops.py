@@ -92,18 +92,18 @@ def same_plan(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Any, Any],
     models: Mapping[Any, Any],
-    lazy: Sequence[Any],
+    pending: Sequence[Any],
 ) -> bool:
     """Whether the calls of a step are those of the step before. ``kept`` is one list, for the library: the groups and
-    their members; keys and values of the state; those of ``models``; ``lazy``; the parameters without a gradient; and
-    of each call the three arguments of ``same_entries``."""
-    of_groups, members, keys, values, masters, weights, of_lazy, idle, *calls = kept
+    their members; keys and values of the state; those of ``models``; ``pending``; the parameters without a gradient;
+    and of each call the three arguments of ``same_entries``."""
+    of_groups, members, keys, values, masters, weights, of_pending, idle, *calls = kept
     return (
         same_items(groups, of_groups)
         and same_members(groups, members)
         and same_mapping(state, keys, values)
         and same_mapping(models, masters, weights)
-        and same_items(lazy, of_lazy)
+        and same_items(pending, of_pending)
         and all(map(same_entries, calls[::3], calls[1::3], calls[2::3]))
         and have_no_grad(idle, False)
     )

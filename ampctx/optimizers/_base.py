@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -22,22 +23,26 @@ from torch import Tensor
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx._plan import PLANS
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
-from ampctx.kernels.reference import KERNEL_DTYPES
+from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
+from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
-from ampctx.optimizers._saving import Saved
-from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
-from ampctx.optimizers._state_types import Forms
+from ampctx.optimizers._state_types import Forms, State
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given
+from ampctx.weights.store import EXTRAS, STORES, follow, joined
+
+# Attributes that exist only around a step, or that a copy creates again.
+TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -60,7 +65,7 @@ _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype
 _DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
 
 
-class FusedOptimizer(Saved):
+class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints and op calls.
 
     A subclass names its op (``_op``); the op's spec defines state and options. Each rank steps its part of a DTensor;
@@ -137,7 +142,7 @@ class FusedOptimizer(Saved):
         self.offload = check_choice("offload", options["offload"], (None, "cpu"))
         if self.offload and self.capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
-        self._make_offload()
+        self._offload = Offload() if self.offload else None
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
@@ -145,7 +150,7 @@ class FusedOptimizer(Saved):
         self._plan: Plan | None = None
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
-        if self.write_back != "nearest" and self._may_keep_masters():
+        if self.write_back != "nearest" and self._master_dtypes:
             raise AmpValueError(
                 f"write_back={self.write_back!r} is for 16-bit parameters without masters. With masters, weights are "
                 "rounded to nearest. Leave out write_back, or the masters."
@@ -184,21 +189,14 @@ class FusedOptimizer(Saved):
         """The options that all versions of torch, apex and ampctx save, besides lr."""
         return _checkpoint.options_of(SPECS[self._op_of(group)])
 
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
-        sized = SPECS[self._op_of(group)].sized
-        return {state.name: state.key if not state.if_set or group[state.if_set] else None for state in sized}
-
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
         return OPTIONS[self._op_of(group)](self, group)
 
-    def _may_keep_masters(self) -> bool:
-        return bool(self.master_weights)
-
-    def _keeps_master(self, p: Tensor) -> bool:
-        """Whether a 16-bit parameter has a master."""
-        return bool(self.master_weights)
+    @property
+    def _master_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of parameters with masters."""
+        return LOW_PRECISION if self.master_weights else ()
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
         """The norm of all gradients for an op that needs it, else None."""
@@ -207,9 +205,6 @@ class FusedOptimizer(Saved):
     def _grad_factor(self) -> Factor:
         """An additional factor for the gradients in ``.grad``."""
         return 1.0
-
-    def _make_offload(self) -> None:
-        self._offload = Offload() if self.offload else None
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -283,20 +278,17 @@ class FusedOptimizer(Saved):
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
         """The fp32 weights, as ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
         parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
-        return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
-    def _master_of(self, p: Tensor) -> Tensor | None:
-        state = self.state.get(p, {})
-        if not self._may_keep_masters():
-            return None
-        if p.dtype not in LOW_PRECISION:
-            return p
-        return joined(p, state)
+        def master_of(p: Tensor) -> Tensor | None:
+            return p if p.dtype not in LOW_PRECISION else joined(p, self.state.get(p, {}))
+
+        some = self._master_dtypes
+        return [{"params": [master_of(p) if some else None for p in group["params"]]} for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync.
 
-        To None: lazy gradients of masters are dropped, and no fp32 gradient is made of them.
+        To None: pending gradients of masters are dropped, and no fp32 gradient is made of them.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         if set_to_none and not torch.compiler.is_compiling() and not _hooks.may_be_profiled():
@@ -342,7 +334,7 @@ class FusedOptimizer(Saved):
                 _options.check_between_steps(group, self._flags(group))
                 _state_types.check(type(self).__name__, self._ops, group)
             except AmpError as error:
-                raise _options.in_group(error, f"param_groups[{g}]") from None
+                raise type(error)(f"param_groups[{g}]: {error}") from None
         if self._offload is not None:
             self._offload.step(self, scaling)
         else:
@@ -379,13 +371,12 @@ class FusedOptimizer(Saved):
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
         works: list[Work] = []
         for group, kinds in zip(self.param_groups, members, strict=True):
-            lists = self._state_lists(group)
             for kind, found in kinds.items():
-                forms = _state_types.forms_of(SPECS[self._op_of(group)], group, lists, kind[2])
-                states = self._states(forms, kind[0], found.params)
-                works += _work.works_of(group, kind, found, states, forms, self._one_element, scaling, self._numbers)
+                works += _work.works_of(self, group, kind, found, scaling)
         if self._call_elements is not None:
-            works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
+            works = [piece for work in works for piece in work.pieces(self._call_elements, self._numbers)]
+        # Not those of parameters that have left.
+        self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
 
     def _step_by(self, closure: Callable[[], Any] | None, given: Given, grad_scaler: Any = None, **unknown: Any) -> Any:
@@ -403,20 +394,22 @@ class FusedOptimizer(Saved):
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
-        lazy_grads = {} if scaling.lazy is None else scaling.lazy.grads
+        pending_grads = {} if scaling.pending is None else scaling.pending.grads
         place_grads(group["params"])
         first = sum(len(group["params"]) for group in self.param_groups[:g])
         strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
-        for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):
-            # Reading .grad of a master would materialize its lazy gradient.
-            grad = lazy_grads.get(p)
-            is_lazy = grad is not None
+        for i, p in enumerate(group["params"]):
+            if self._has_repeats and any(p is other for other in group["params"][:i]):
+                continue
+            # Reading .grad of a master would materialize its pending gradient.
+            grad = pending_grads.get(p)
+            is_pending = grad is not None
             if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
                 _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
-            kind = (self._destination(p, scaling), is_lazy, p.numel() >= smallest_coded)
+            kind = (self._destination(p, scaling), is_pending, p.numel() >= smallest_coded)
             if kind not in found:
                 found[kind] = Members([], [], [])
             found[kind].params.append(p)
@@ -430,7 +423,7 @@ class FusedOptimizer(Saved):
             return "model"
         if p.dtype not in LOW_PRECISION:
             return "nearest"
-        if self._keeps_master(p):
+        if p.dtype in self._master_dtypes:
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
@@ -438,10 +431,6 @@ class FusedOptimizer(Saved):
         """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
         than its 16 bits."""
         return self._destination(p, Scaling())
-
-    def _write_backs(self) -> tuple[Any, ...]:
-        """The settings that ``_destination`` depends on, besides the parameter and its model weight."""
-        return self.write_back, self.master_weights
 
     def _states(self, forms: Forms, destination: str, params: list[Tensor]) -> list[State]:
         """The states of parameters. Creates missing entries, converts those of another form, and resyncs masters from
@@ -457,28 +446,46 @@ class FusedOptimizer(Saved):
                 follow(p, state, self._seen)
         return states
 
+    def _forms(self, group: Group, in_codes: bool) -> Forms:
+        """How the state of parameters is kept. ``in_codes``: whether they are large enough for codes."""
+        return _state_types.forms_of(SPECS[self._op_of(group)], group, in_codes)
+
+    def _forms_of(self, p: Tensor, group: Group) -> Forms:
+        return self._forms(group, p.numel() >= _state_types.smallest_coded(group))
+
     def _needed(self, forms: Forms, destination: str) -> dict[str, torch.dtype | None]:
-        """The keys of a state and their dtypes, in the order of checkpoints. None: as ``make_state`` chooses."""
+        """The keys of a state and their dtypes, in the order of checkpoints. None: see ``_make_state``."""
         sized = [key for key in forms.sized.values() if key is not None]
         extra = [EXTRAS[destination]] if destination in EXTRAS else []
         keys = [*self._one_element.values(), *sized, *forms.scales.values(), *extra]
-        return {key: _state_types.dtype_of(key, forms) for key in keys}
-
-    def _forms(self, p: Tensor, group: Group) -> Forms:
-        """How the state of a parameter is kept."""
-        in_codes = p.numel() >= _state_types.smallest_coded(group)
-        return _state_types.forms_of(SPECS[self._op_of(group)], group, self._state_lists(group), in_codes)
+        return {key: forms.dtype_of(key) for key in keys}
 
     @torch.no_grad()
-    def first_state(self, p: Tensor, group: Group) -> State:
+    def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
         state: State = {}
-        at = p.detach().cpu() if self._offload is not None else p
-        self._make_state(at, state, self._needed(self._forms(p, group), self.layout_of(p)))
+        if at is None:
+            at = p.detach().cpu() if self._offload is not None else p
+        self._make_state(at, state, self._needed(self._forms_of(p, group), self.layout_of(p)))
         return state
 
-    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Mapping[str, torch.dtype | None]) -> None:
-        make_state(p, state, needed, self._one_element.values(), self._initial_step)
+    def _make_state(self, p: Tensor, state: State, needed: Mapping[str, torch.dtype | None]) -> None:
+        """Creates missing entries. Without a dtype they have that of arithmetic, or of their store."""
+        dtypes = {store.key: store.dtype(p.dtype) for store in STORES.values()}
+        one_element = self._one_element.values()
+        for key, dtype in needed.items():
+            if key in state:
+                continue
+            if key in one_element:
+                count = float(self._initial_step if key == "step" else 0)
+                state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
+            elif key in _state_types.SCALES_OF:
+                state[key] = _state_types.zero_scales(state[_state_types.CODED[_state_types.SCALES_OF[key]].codes_key])
+            else:
+                dtype = dtype or dtypes.get(key, compute_dtype(p))
+                state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            if key == EXTRAS["copy"]:
+                state[key].copy_(p)
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
@@ -491,11 +498,8 @@ class FusedOptimizer(Saved):
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state.get(p, {})
-                if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
-                    follow(p, state, self._seen)
+        for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
+            follow(p, self.state.get(p, {}), self._seen)
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
         arguments = self._arguments(work, scaling)
@@ -509,8 +513,8 @@ class FusedOptimizer(Saved):
         """What the op of a call is given besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
-        if work.kind[1] and scaling.lazy is not None:
-            inv_scale = product(scaling.lazy.inv_scale, inv_scale)
+        if work.kind[1] and scaling.pending is not None:
+            inv_scale = product(scaling.pending.inv_scale, inv_scale)
         found_inf, lr = scaling.found_inf, group["lr"]
         clip: dict[str, Any] = {}
         if isinstance(inv_scale, Clipped):
@@ -523,9 +527,125 @@ class FusedOptimizer(Saved):
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
             "seed": group["seed"],
-            "unscale_grads": scaling.unscales and not work.is_lazy,
+            "unscale_grads": scaling.unscales and not work.is_pending,
             **clip,
         }
         if scaling.skips is not None:
             arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
         return arguments
+
+    # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns state and options, as in torch, with tensors of the optimizer. No host sync. With ``offload``, waits
+        for the step, and the tensors are on the CPU.
+
+        With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
+        blocks become fp32, which any ranks can load.
+        """
+        found = super().state_dict()
+        return {**found, "state": _state_types.for_any_ranks(found["state"])}
+
+    @autocast_off()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
+
+        Copies the state and keeps it in fp32 for all parameter dtypes, or as ``state_dtype`` says: fp32 of a checkpoint
+        is then rounded to nearest. Options come from the checkpoint, as in torch, but for ``state_dtype`` and
+        ``min_8bit_size``, which stay.
+
+        Args:
+            state_dict: the dict to load.
+
+        Raises:
+            ValueError, KeyError: torch's, for a checkpoint of other groups.
+            AmpKeyError: a partial state, state of another optimizer or of no parameter, a group without an option, or
+                codes without scales.
+            AmpValueError: state of another size or dtype, or with invalid values (nan, squares or scales below 0, a
+                step that is no count).
+            AmpValueError, AmpTypeError: an invalid option.
+
+        All errors name group, parameter and key. Nothing has changed then.
+        """
+        states: dict[Tensor, State] = {}
+        rates = [group["lr"] for group in self.param_groups]
+
+        def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+            found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
+            if found is None:
+                return None
+            with torch.no_grad():
+                states.update(self._restored(found))
+            return {**given, "param_groups": [g.saved for g in found], "state": _checkpoint.leftover(given)}
+
+        def after(_: Any) -> None:
+            self.state.update(states)
+            if not self.capturable:
+                return
+            self._lr_to_tensor()
+            for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
+                loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
+                # A CUDA graph may read this tensor, so fill it.
+                if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
+                    with torch.no_grad():
+                        rate.copy_(loaded.reshape(rate.shape))
+                    group["lr"] = rate
+
+        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
+        with ExitStack() as hooks:
+            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
+            hooks.callback(self.register_load_state_dict_post_hook(after, prepend=True).remove)
+            super().load_state_dict(state_dict)
+
+    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, State]:
+        result, names, at, one_element = {}, {}, {}, set(self._one_element.values())
+        for g, group in enumerate(groups):
+            self._adapt_checkpoint(group)
+            spec = SPECS[self._op_of(group.saved)]
+            _state_types.keep_options(group.saved, self.param_groups[g])
+            # Adds defaults here, because __setstate__ runs after the checks.
+            _checkpoint.check_options(("lr", *self._saved_options(group.saved)), g, group.saved)
+            for name, default in self.defaults.items():
+                group.saved.setdefault(name, default)
+            try:
+                self._check_given(group.saved)
+            except AmpError as error:
+                raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
+            for p, name, state in group.states:
+                names[p] = name
+                _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
+                at[p] = p if self._offload is None else self._offload.twin_of(p)
+                result[p] = _checkpoint.restored(at[p], name, state, one_element, self._useless_state(p))
+        _checkpoint.check_values(result, names)
+        for group in groups:
+            for p, _, _ in group.states:
+                _state_types.convert(at[p], result[p], self._forms_of(p, group.saved))
+        return result
+
+    def _useless_state(self, p: Tensor) -> set[str]:
+        """The state keys of a checkpoint that this optimizer never reads for ``p``."""
+        used = self.layout_of(p)
+        return {key for write_back, key in EXTRAS.items() if write_back != used}
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        """Converts the layout of other optimizers' checkpoints."""
+        _checkpoint.take_step_from_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _checkpoint.without_amp(self, *TRANSIENT)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A CUDA graph may read the existing flags, so keep them.
+        self.__dict__.setdefault("_zero_flags", {})
+        self.__dict__.setdefault("_numbers", {})
+        self.__dict__.update(_seen={}, _plan=None)
+        if (kept := self.__dict__.get("_offload")) is not None:
+            kept.forget()
+        else:
+            self._offload = Offload() if self.offload else None
+        # torch adds this default to every optimizer. Later groups and checkpoints must not get it.
+        self.defaults.pop("differentiable", None)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)

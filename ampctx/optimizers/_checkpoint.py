@@ -7,7 +7,7 @@ parameter. This module gives each tensor the dtype and memory layout that the op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._state import EXTRAS, State
-from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF
+from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF, State
+from ampctx.weights.store import EXTRAS
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
@@ -65,46 +65,27 @@ def matched(
             raise AmpTypeError(f"{where}: 'params' is of type {type(saved['params']).__name__}, expected a list")
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
-    _check_ids(saved_groups, groups, name)
-    return [
-        SavedGroup(
-            dict(saved),
-            [
-                (p, name(g, i), _entries(states[key], name(g, i)))
-                for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True))
-                if key in states
-            ],
-            group,
-        )
-        for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True))
-    ]
-
-
-def _check_ids(saved_groups: Sequence[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
-    """Checks that each id stands for one parameter. torch repeats an id only if a group has a parameter twice."""
-    stands_for: dict[Any, Tensor] = {}
+    found, stands_for = [], dict[Any, Tensor]()
     for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        entries: list[tuple[Tensor, str, State]] = []
         for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            # torch repeats an id only if a group has a parameter twice.
             if stands_for.setdefault(key, p) is not p:
                 raise AmpValueError(
                     f"the checkpoint has {key!r} for {name(g, i)}, and for another parameter before it. One of them "
                     "would get the state of the other. Save the optimizer's state_dict() again."
                 )
+            state = states.get(key, {})
+            if not isinstance(state, Mapping):
+                raise AmpTypeError(f"the state of {name(g, i)} is of type {type(state).__name__}, expected a dict")
+            if key in states:
+                entries.append((p, name(g, i), {k: value for k, value in state.items() if value is not None}))
+        found.append(SavedGroup(dict(saved), entries, group))
+    return found
 
 
-def _entries(state: Any, name: str) -> State:
-    if not isinstance(state, Mapping):
-        raise AmpTypeError(f"the state of {name} is of type {type(state).__name__}, expected a dict")
-    return {key: value for key, value in state.items() if value is not None}
-
-
-def _listed(entries: Mapping[Any, Any]) -> list[str]:
+def _listed(entries: Iterable[Any]) -> list[str]:
     return sorted(map(str, entries))
-
-
-def _ids(groups: Sequence[Group]) -> Iterator[Any]:
-    for group in groups:
-        yield from group["params"]
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
@@ -113,13 +94,13 @@ def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
     Raises:
         AmpKeyError: state of a parameter that no group has. It would be lost.
     """
-    ids = set(_ids(checkpoint["param_groups"]))
+    ids = {key for group in checkpoint["param_groups"] for key in group["params"]}
     found = {key: value for key, value in checkpoint["state"].items() if key not in ids}
     for key, value in found.items():
         if isinstance(value, Mapping) and not KEPT.isdisjoint(value):
             raise AmpKeyError(
                 f"the checkpoint has state for {key!r} ({type(key).__name__}), and no param group has a parameter of "
-                f"that name: {_listed(dict.fromkeys(ids))[:8]}. This state would be lost."
+                f"that name: {_listed(ids)[:8]}. This state would be lost."
             )
     return found
 
@@ -127,10 +108,9 @@ def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
 def take_step_from_group(group: SavedGroup) -> None:
     """Moves apex's step count of a group to its parameters: here each parameter has its own count."""
     step = group.saved.pop("step", None)
-    if step is not None:
-        for _, _, state in group.states:
-            if state:
-                state.setdefault("step", step)
+    for _, _, state in group.states if step is not None else ():
+        if state:
+            state.setdefault("step", step)
 
 
 def options_of(spec: OpSpec) -> list[str]:
@@ -206,7 +186,8 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             result[key] = _number(value, where, p)
             continue
         if key in SIZED:
-            _check_sized(key, value, where, p)
+            dtype = torch.int16 if key == EXTRAS["split"] else None
+            _state_types.check_tensor(where, value, p.shape, dtype, p.is_meta)
         if isinstance(value, Tensor) and value.shape == p.shape and value.layout == torch.strided:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
         elif isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
@@ -214,20 +195,6 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         else:
             result[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
     return result
-
-
-def _check_sized(key: str, value: Any, where: str, p: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
-    if value.shape != p.shape:
-        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
-    if value.layout != torch.strided:
-        raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
-    fits = value.dtype == torch.int16 if key == "remainder" else value.is_floating_point()
-    if not fits:
-        raise AmpValueError(
-            f"{where} is of {value.dtype}, expected {'torch.int16' if key == 'remainder' else 'a floating type'}"
-        )
 
 
 def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> None:
@@ -249,6 +216,7 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
         ends = [torch.stack(torch.aminmax(value.detach())).to(wide) for _, _, value in found]
         for (key, p, _), (low, high) in zip(found, torch.stack(ends).tolist(), strict=True):
             where = f"the state {key!r} of {names[p]}"
+            expected, value = "", low
             if key in SCALES_OF:
                 _state_types.check_scales(where, low, high)
             elif key in CODES_OF:
@@ -258,16 +226,11 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
                 if not (0 <= low < math.inf and low == int(low)):
                     raise AmpValueError(f"{where} is {low!r}, expected a count")
             elif key in SQUARES:
-                if not low >= 0:
-                    raise AmpValueError(
-                        f"{where} has {low!r}, expected numbers >= 0: the file is damaged, or the run that saved it "
-                        "had diverged"
-                    )
+                expected, value = "" if low >= 0 else "numbers >= 0", low
             elif not (math.isfinite(low) and math.isfinite(high)):
-                raise AmpValueError(
-                    f"{where} has {high if math.isfinite(low) else low!r}, expected finite numbers: the file is "
-                    "damaged, or the run that saved it had diverged"
-                )
+                expected, value = "finite numbers", high if math.isfinite(low) else low
+            if expected:
+                raise AmpValueError(f"{where} has {value!r}, expected {expected}: {_state_types.DAMAGED}")
 
 
 def _number(value: Any, where: str, p: Tensor) -> Tensor:
@@ -300,14 +263,17 @@ def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:
     return p.dtype if key == "compensation" else compute_dtype(p)
 
 
-def without_amp(optimizer: Any) -> dict[str, Any]:
-    """The attributes of an optimizer for a copy or a pickle.
+def without_amp(optimizer: Any, *transient: str) -> dict[str, Any]:
+    """The attributes of an optimizer for a copy or a pickle, but for those with the names ``transient``.
 
-    Without methods that an LR scheduler or amp has replaced on the instance, and without objects that amp has marked
-    with an attribute ``of_amp``: these refer to the original.
+    Without hooks (private in torch), as torch's own optimizers; without methods that an LR scheduler or amp has
+    replaced on the instance, and objects that amp has marked with an attribute ``of_amp``: these refer to the original.
     """
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not (callable(value) and hasattr(type(optimizer), name)) and not getattr(value, "of_amp", False)
+        if name not in transient
+        and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+        and not (callable(value) and hasattr(type(optimizer), name))
+        and not getattr(value, "of_amp", False)
     }

@@ -13,7 +13,7 @@ On a CUDA device the twins are pinned, and copies have a stream of their own. El
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
-from ampctx.optimizers._options import Group, param_name, refuse_sparse
-from ampctx.optimizers._state import State
+from ampctx.optimizers._options import param_name, with_grads
 from ampctx.optimizers._work import Scaling
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
@@ -33,33 +32,17 @@ CALL_ELEMENTS = 2**24
 CPU = torch.device("cpu")
 
 
-class _Twin:
-    """The host side of one parameter: ``weight``, whose ``grad`` is set for a step, and the memory of that gradient."""
+class _Twin(NamedTuple):
+    """The host side of one parameter: ``weight``, whose ``grad`` is set for a step, the memory of that gradient, and
+    what both were made for."""
 
-    def __init__(self, p: Tensor, weight: Tensor, grad: Tensor) -> None:
-        self.weight, self.grad = weight, grad
-        self._kind = self._kind_of(p)
-        # Version and address of the parameter when the weight had its value.
-        self._seen: tuple[int, int] | None = None
+    weight: Tensor
+    grad: Tensor
+    kind: tuple[Any, ...]
 
-    @staticmethod
-    def _kind_of(p: Tensor) -> tuple[Any, ...]:
-        return p.dtype, p.device, p.shape, p.stride()
 
-    def fits(self, p: Tensor) -> bool:
-        return self._kind == self._kind_of(p)
-
-    def read(self, p: Tensor, lane: Lane) -> None:
-        """Copies the weight down if the program has changed it."""
-        if self._seen != (p._version, p.data_ptr()):
-            lane.copy(self.weight, p.detach())
-            self.agrees(p)
-
-    def agrees(self, p: Tensor) -> None:
-        self._seen = p._version, p.data_ptr()
-
-    def forget(self) -> None:
-        self._seen = None
+def _kind_of(p: Tensor) -> tuple[Any, ...]:
+    return p.dtype, p.device, p.shape, p.stride()
 
 
 class Offload:
@@ -67,6 +50,8 @@ class Offload:
 
     def __init__(self) -> None:
         self._twins: dict[Tensor, _Twin] = {}
+        # Version and address of each parameter when its twin had its value.
+        self._seen: dict[Tensor, tuple[int, int]] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._host: Any = None
 
@@ -88,7 +73,10 @@ class Offload:
                     "optimizer then steps on the CPU."
                 )
         memory = sum(2 * p.nbytes for p in group["params"])  # of weight and gradient
-        state = sum(_state_bytes(optimizer, each) for each in optimizer.param_groups)
+        # That steps have yet to make.
+        missing = [(p, g) for g in optimizer.param_groups for p in g["params"] if p not in optimizer.state]
+        entries = (optimizer.first_state(p, g, torch.empty_like(p, device="meta")).values() for p, g in missing)
+        state = sum(entry.nbytes for of_param in entries for entry in of_param)
         available = available_bytes()
         if available is not None and memory + state > available:
             raise AmpValueError(
@@ -99,11 +87,25 @@ class Offload:
 
     def _fit(self, params: Iterable[Tensor]) -> None:
         """Makes twins of parameters that have none of their dtype, device and layout."""
-        new = [p for p in dict.fromkeys(params) if p not in self._twins or not self._twins[p].fits(p)]
-        for p in new:
-            self._twins.pop(p, None)  # frees its memory first
+        kinds = {p: twin.kind for p, twin in self._twins.items()}
+        new = [p for p in dict.fromkeys(params) if kinds.get(p) != _kind_of(p)]
+        self._drop(new)  # frees their memory first
         for p, weight, grad in zip(new, buffers(new), buffers(new), strict=True):
-            self._twins[p] = _Twin(p, weight, grad)
+            self._twins[p] = _Twin(weight, grad, _kind_of(p))
+
+    def _drop(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            self._twins.pop(p, None)
+            self._seen.pop(p, None)
+
+    def _read(self, p: Tensor, lane: Lane) -> None:
+        """Copies a weight down if the program has changed it."""
+        if self._seen.get(p) != (p._version, p.data_ptr()):
+            lane.copy(self._twins[p].weight, p.detach())
+            self._agrees(p)
+
+    def _agrees(self, p: Tensor) -> None:
+        self._seen[p] = p._version, p.data_ptr()
 
     def masters_follow_model(self, optimizer: Any) -> None:
         """Reads all weights, and resyncs what the state keeps of them."""
@@ -114,7 +116,7 @@ class Offload:
         for lane in lanes.values():
             lane.follow_current()
         for p in params:
-            self._twins[p].read(p, lanes[p.device])
+            self._read(p, lanes[p.device])
         for lane in lanes.values():
             lane.finish()
         self._host_of(optimizer).masters_follow_model()
@@ -126,8 +128,7 @@ class Offload:
 
     def forget(self) -> None:
         """Makes the next step read all weights, and resync what the state keeps of them."""
-        for twin in self._twins.values():
-            twin.forget()
+        self._seen.clear()
         if self._host is not None:
             self._host._seen, self._host._plan = {}, None
 
@@ -166,8 +167,7 @@ class Offload:
     def step(self, optimizer: Any, scaling: Scaling) -> None:
         """The step of ``optimizer``, after its checks of options."""
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-        for p in self._twins.keys() - set(members):
-            del self._twins[p]
+        self._drop(self._twins.keys() - set(members))
         grads = self._gradients(optimizer, members)
         self._fit(members)
         lanes = {device: self.lane(device) for device in {p.device for p in grads}}
@@ -201,16 +201,12 @@ class Offload:
                 lane.be_followed(lane.mark())
             tensor_loops.bump_versions(stepped)
             for p in stepped:
-                self._twins[p].agrees(p)
+                self._agrees(p)
 
     def _gradients(self, optimizer: Any, members: list[Tensor]) -> dict[Tensor, Tensor]:
         """The gradient of each parameter that has one, after its checks."""
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    if p.grad.layout is not torch.strided:
-                        refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
-                    optimizer._check_param(g, i, p)
+        for g, i, p, _ in with_grads(type(optimizer).__name__, optimizer.param_groups):
+            optimizer._check_param(g, i, p)
         return {p: p.grad for p in members if p.grad is not None}
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
@@ -220,7 +216,7 @@ class Offload:
         for p, twin in self._twins.items():
             twin.weight.grad = None
             if p in grads:
-                twin.read(p, lanes[p.device])
+                self._read(p, lanes[p.device])
                 lanes[p.device].copy(twin.grad, grads[p])
                 twin.weight.grad = twin.grad
         found_inf, inv_scale = scaling.found_inf, scaling.inv_scale
@@ -240,18 +236,6 @@ class Offload:
 
 def _of(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}(offload='cpu')"
-
-
-def _state_bytes(optimizer: Any, group: Group) -> int:
-    """The bytes of the state that steps have yet to make."""
-    total = 0
-    for p in group["params"]:
-        if p not in optimizer.state:
-            made: State = {}
-            needed = optimizer._needed(optimizer._forms(p, group), optimizer.layout_of(p))
-            optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
-            total += sum(value.nbytes for value in made.values())
-    return total
 
 
 def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -19,6 +19,7 @@ Group = dict[str, Any]
 
 # The ops compute in fp32.
 _LARGEST = torch.finfo(torch.float32).max
+_NO_PAIRS = (str, bytes, Mapping)
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
 
 
@@ -114,18 +115,11 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_betas(betas: Any) -> tuple[float, float]:
     """A pair of numbers >= 0 and < 1, in any sequence: a list of OmegaConf, an array, a tensor."""
-    is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__")
-    if (
-        not is_sequence
-        or isinstance(betas, (str, bytes, Mapping))
-        or getattr(betas, "shape", (2,)) != (2,)
-        or len(betas) != 2
-    ):
+    is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__") and not isinstance(betas, _NO_PAIRS)
+    if not is_sequence or getattr(betas, "shape", (2,)) != (2,) or len(betas) != 2:
         raise AmpTypeError(f"betas must be a pair of numbers, got {betas!r}")
-    first, second = (
-        float(check_number(f"betas[{i}]", betas[i], below=1.0, title=f"beta parameter at index {i}")) for i in range(2)
-    )
-    return first, second
+    first, second = (check_number(f"betas[{i}]", betas[i], 1.0, f"beta parameter at index {i}") for i in range(2))
+    return float(first), float(second)
 
 
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:
@@ -135,9 +129,8 @@ def check_between_steps(group: Group, flags: Sequence[str]) -> None:
         AmpTypeError, AmpValueError: an invalid option.
     """
     for name in flags:
-        value = group[name]
-        if value is not True and value is not False:
-            check_flag(name, value)
+        if group[name] is not True and group[name] is not False:
+            check_flag(name, group[name])
     if "betas" in group:
         betas = group["betas"]
         if betas.__class__ is tuple and len(betas) == 2:
@@ -149,11 +142,9 @@ def check_between_steps(group: Group, flags: Sequence[str]) -> None:
 
 def check_seed(seed: Any) -> int:
     try:
-        number = None if isinstance(seed, (bool, Tensor)) else index(seed)
+        number: int = index("" if isinstance(seed, (bool, Tensor)) else seed)  # type: ignore[arg-type]
     except TypeError:
-        number = None
-    if number is None:
-        raise AmpTypeError(f"seed must be an int, got {type(seed).__name__}")
+        raise AmpTypeError(f"seed must be an int, got {type(seed).__name__}") from None
     if not 0 <= number < 2**62:
         raise AmpValueError(f"seed is {number}, expected 0 to 2**62 - 1")
     return number
@@ -188,18 +179,14 @@ def refuse_sparse(of: str, name: str) -> None:
     )
 
 
-def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each parameter once, with its first place."""
-    seen = set()
-    for i, p in enumerate(params):
-        if id(p) not in seen:
-            seen.add(id(p))
-            yield i, p
-
-
-def in_group(error: AmpError, where: str) -> AmpError:
-    """The error with the name of its group in front."""
-    return type(error)(f"{where}: {error}")
+def with_grads(of: str, groups: list[Group]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """The places (g, i) of parameters with a gradient, these, and their gradients. Refuses sparse ones."""
+    for g, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if (grad := p.grad) is not None:
+                if grad.layout is not torch.strided:
+                    refuse_sparse(of, param_name(groups, g, i))
+                yield g, i, p, grad
 
 
 def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:

@@ -28,6 +28,8 @@ SCALES_OF = {state.scales: key for key, state in CODED.items()}
 _CHOICES = (torch.float32, torch.bfloat16, "8bit")
 _WIDE = torch.float32
 _MIN_8BIT_SIZE = 4096
+State = dict[str, Any]
+DAMAGED = "the file is damaged, or the run that saved it had diverged"
 DEFAULTS: Group = {"state_dtype": _WIDE, "min_8bit_size": _MIN_8BIT_SIZE}
 
 
@@ -133,9 +135,19 @@ class Forms(NamedTuple):
     scales: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
 
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """The dtype of an entry of the state; None for that of arithmetic."""
+        return self.dtypes.get(CODES_OF.get(key, key))
 
-def forms_of(spec: OpSpec, group: Group, sized: Mapping[str, str | None], in_codes: bool) -> Forms:
+
+def sized_of(spec: OpSpec, group: Group) -> dict[str, str | None]:
+    """``Forms.sized`` of fp32 state."""
+    return {state.name: state.key if not state.if_set or group[state.if_set] else None for state in spec.sized}
+
+
+def forms_of(spec: OpSpec, group: Group, in_codes: bool) -> Forms:
     """``in_codes``: whether the parameters are large enough for codes."""
+    sized = sized_of(spec, group)
     if not is_reduced(group):
         return Forms(sized, {}, {})
     given, lists = group["state_dtype"], dict(sized)
@@ -151,11 +163,6 @@ def forms_of(spec: OpSpec, group: Group, sized: Mapping[str, str | None], in_cod
             scales[state.scales] = state.scales
             dtypes[state.key] = DTYPES[state.code]
     return Forms(lists, scales, dtypes)
-
-
-def dtype_of(key: str, forms: Forms) -> torch.dtype | None:
-    """The dtype of an entry of the state; None for that of arithmetic."""
-    return forms.dtypes.get(CODES_OF.get(key, key))
 
 
 def has_forms(state: Mapping[str, Any], forms: Forms) -> bool:
@@ -248,9 +255,7 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
     """
     coded = CODED[key]
     codes, scales = _checked(name, key, state)
-    if codes.shape != p.shape:
-        where = f"the state {coded.codes_key!r} of {name}"
-        raise AmpValueError(f"{where} has shape {tuple(codes.shape)}, the parameter has {tuple(p.shape)}")
+    check_tensor(f"the state {coded.codes_key!r} of {name}", codes, p.shape, codes.dtype)
     mine = torch.zeros_like(p, dtype=codes.dtype, requires_grad=False)
     mine_scales = zero_scales(mine)
     if _lies_as(codes, mine) and _lies_as(scales, mine_scales):
@@ -280,19 +285,8 @@ def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Ten
     if key in state:
         raise AmpKeyError(f"the state of {name} has both {key!r} and {coded.codes_key!r}. Remove one of them.")
     codes, scales = state[coded.codes_key], state[coded.scales]
-    for part, value, dtype in (
-        (coded.codes_key, codes, DTYPES[coded.code]),
-        (coded.scales, scales, torch.float32),
-    ):
-        where = f"the state {part!r} of {name}"
-        if not isinstance(value, Tensor):
-            raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
-        if value.is_meta:
-            raise AmpValueError(f"{where} is on the meta device, without values")
-        if value.layout != torch.strided:
-            raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
-        if value.dtype != dtype:
-            raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype}")
+    check_tensor(f"the state {coded.codes_key!r} of {name}", codes, dtype=DTYPES[coded.code])
+    check_tensor(f"the state {coded.scales!r} of {name}", scales, dtype=torch.float32)
     # Without values, so that each rank of a sharded state sees the whole.
     expected = tuple(zero_scales(codes).shape) if is_sharded(scales) else scales_shape(local([codes])[0])
     if tuple(scales.shape) != expected:
@@ -303,13 +297,28 @@ def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Ten
     return codes, scales
 
 
+def check_tensor(
+    where: str, value: Any, shape: torch.Size | None = None, dtype: torch.dtype | None = None, allows_meta: bool = False
+) -> None:
+    """Raises AmpValueError unless an entry of a checkpoint is a strided tensor of the shape, if one is given, and of
+    the dtype: None for any floating one."""
+    if not isinstance(value, Tensor):
+        raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
+    if value.is_meta and not allows_meta:
+        raise AmpValueError(f"{where} is on the meta device, without values")
+    if shape is not None and value.shape != shape:
+        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}")
+    if value.layout != torch.strided:
+        raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
+    if not value.is_floating_point() if dtype is None else value.dtype != dtype:
+        raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype or 'a floating type'}")
+
+
 def check_scales(where: str, low: float, high: float) -> None:
     """Raises AmpValueError unless all scales are finite numbers >= 0."""
     if not (low >= 0 and math.isfinite(high)):
-        raise AmpValueError(
-            f"{where} has {low if not low >= 0 else high!r}, expected finite numbers >= 0: the file is damaged, or the "
-            "run that saved it had diverged"
-        )
+        wrong = low if not low >= 0 else high
+        raise AmpValueError(f"{where} has {wrong!r}, expected finite numbers >= 0: {DAMAGED}")
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------

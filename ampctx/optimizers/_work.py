@@ -29,12 +29,13 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
+from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import version_of
+from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, check_one_element
-from ampctx.optimizers._state import EXTRAS, State
-from ampctx.optimizers._state_types import Forms
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import SkipCounts, Step
+from ampctx.weights.store import EXTRAS
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
@@ -49,7 +50,7 @@ class Scaling(NamedTuple):
     found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
     inv_scale: the factor for the gradients in ``.grad``.
     models: fp32 master -> the 16-bit weight to write with it.
-    lazy: 16-bit gradients in place of those of masters, with their own factor.
+    pending: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
     skips: the numbers in which the first call counts the step.
     """
@@ -57,7 +58,7 @@ class Scaling(NamedTuple):
     found_inf: PerDevice | None = None
     inv_scale: Factor = 1.0
     models: Mapping[Tensor, Tensor] = {}
-    lazy: Pending | None = None
+    pending: Pending | None = None
     unscales: bool = False
     skips: SkipCounts | None = None
 
@@ -114,29 +115,27 @@ class Members(NamedTuple):
     numbers: list[int]
 
 
-# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are lazy, and
-# whether the parameters are large enough for 8-bit codes.
+# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are pending,
+# and whether the parameters are large enough for 8-bit codes.
 Kind = tuple[str, bool, bool]
-
-
 # The ``numbers`` of op calls, by their device and values.
 Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
 # Enough for the calls of some steps. A run whose parameters with gradients change would add new ones without end.
 _MOST_NUMBERS = 64
 
 
-def numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """``numbers`` as int64 on ``device``. Made once, as a captured graph keeps the address. No host sync."""
-    key = device, tuple(numbers)
-    found = made.get(key)
-    if found is None:
+def _numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int], params: Sequence[Tensor]) -> Tensor:
+    """The numbers of the parameters that have elements, int64 on ``device``. Made once, as a captured graph keeps the
+    address. No host sync."""
+    key = device, tuple(n for n, p in zip(numbers, params, strict=True) if p.numel())
+    if key not in made:
         found = move(torch.tensor(key[1], dtype=torch.int64), device)
         if torch.compiler.is_compiling():
             return found
         if len(made) >= _MOST_NUMBERS:
             del made[next(iter(made))]
         made[key] = found
-    return found
+    return made[key]
 
 
 class Work(NamedTuple):
@@ -160,8 +159,30 @@ class Work(NamedTuple):
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
-    def is_lazy(self) -> bool:
+    def is_pending(self) -> bool:
         return self.kind[1]
+
+    def part(self, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
+        """The op call for some of the members. ``is_first``: of the parts, which copies of gradients go with.
+        ``made``: the optimizer's ``numbers`` of earlier calls."""
+        lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in self.lists.items()}
+        numbers, random = self.numbers, self.random
+        if random:
+            numbers = [numbers[i] for i in places]
+            random = {**random, "numbers": _numbers_on(made, self.device, numbers, lists["params"])}
+        members, relaid = [self.members[i] for i in places], self.relaid if is_first else ()
+        return self._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
+
+    def pieces(self, most: int, made: Numbers) -> Iterator[Work]:
+        """The call as several, each of the members up to ``most`` elements, or of one that has more."""
+        starts, size = [0], 0
+        for i, p in enumerate(self.members):
+            size += p.numel()
+            if i > starts[-1] and size > most:
+                starts.append(i)
+                size = p.numel()
+        for start, end in zip(starts, [*starts[1:], len(self.members)], strict=True):
+            yield self.part(range(start, end), start == 0, made)
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
@@ -171,116 +192,61 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
-def _targets(
-    params: list[Tensor], states: list[State], destination: str, scaling: Scaling
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The op's params and extras."""
+def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
+    """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
+    Makes their state."""
+    destination, is_pending, in_codes = kind
+    forms = optimizer._forms(group, in_codes)
+    states = optimizer._states(forms, destination, members.params)
+    keys = {name: key for name, key in forms.sized.items() if key is not None}
+    of_other_sizes = {**optimizer._one_element, **forms.scales}
+    targets, extra = members.params, []
     if destination == "model":
-        return params, [scaling.models[p] for p in params]
-    if destination not in EXTRAS:
-        return params, []
-    extras = [state[EXTRAS[destination]] for state in states]
-    return (extras, params) if destination == "copy" else (params, extras)
-
-
-def works_of(
-    group: Group,
-    kind: Kind,
-    members: Members,
-    states: list[State],
-    forms: Forms,
-    one_element: Mapping[str, str],
-    scaling: Scaling,
-    made: Numbers,
-) -> Iterator[Work]:
-    """The op calls that step ``members``, one for each device and combination of dtypes.
-
-    Args:
-        states: the members' states.
-        forms: how they are kept.
-        one_element: the op's lists of one-element state -> the key in the state.
-        made: the optimizer's ``numbers`` of earlier calls.
-    """
-    destination, sized = kind[0], forms.sized
+        extra = [scaling.models[p] for p in targets]
+    elif destination in EXTRAS:
+        extra = [state[EXTRAS[destination]] for state in states]
+        if destination == "copy":
+            targets, extra = extra, targets
     # Local parts of DTensors, which may have another layout.
-    params, extras = map(local, _targets(members.params, states, destination, scaling))
-    given = local(members.grads)
+    params, extras, given = local(targets), local(extra), local(members.grads)
     resolved = tensor_loops.all_resolved(given)
     grads = [
         grad if resolved and grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
-    if scaling.unscales and not kind[1]:
-        relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
-        if not resolved:  # torch refuses to write a ZeroTensor
-            relaid = [(grad, copy) for grad, copy in relaid if not grad._is_zerotensor()]
-    of_other_sizes = {**one_element, **forms.scales}
-    keys = {**{name: key for name, key in sized.items() if key is not None}, **of_other_sizes}
-    compared = {
-        "grads": grads,
-        "params": params,
-        **{name: [state[keys[name]] for state in states] for name in sized if name in keys},
-        **({"extras": extras} if extras else {}),
-    }
+    if scaling.unscales and not is_pending:
+        changed = ((grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad)
+        # torch refuses to write a ZeroTensor
+        relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
+    compared = {"grads": grads, "params": params, **({"extras": extras} if extras else {})}
+    compared |= {name: [state[key] for state in states] for name, key in keys.items()}
     along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
-    empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *sized)}
-    names = [*compared, *along]
+    empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
+    keys |= of_other_sizes
     if destination in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
-    sharded = any_sharded(members.params)
+    sharded, made = any_sharded(members.params), optimizer._numbers
     found = buckets(
         *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
     )
-    for device, fused, (*lists, stepped, numbered) in found:
-        named = {**empty, **dict(zip(names, lists, strict=True))}
+    for device, fused, (*lists, stepped, numbers) in found:
+        named = {**empty, **dict(zip([*compared, *along], lists, strict=True))}
         drawn: Sequence[int] = ()
         random: dict[str, Any] = {}
         if forms.dtypes or destination == "stochastic":
-            drawn = _numbers_of_parts(stepped, numbered) if sharded else numbered
-            random = {"numbers": _numbers_of_call(drawn, named, device, made), "stochastic_state": bool(forms.dtypes)}
+            # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
+            drawn = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)] if sharded else numbers
+            random = {"numbers": _numbers_on(made, device, drawn, named["params"])}
+            random["stochastic_state"] = bool(forms.dtypes)
         yield Work(group, kind, device, fused, stepped, named, keys, sharded, drawn, random, relaid)
         relaid = ()
-
-
-def _numbers_of_parts(params: Sequence[Tensor], numbers: Sequence[int]) -> list[int]:
-    """Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each."""
-    return [number + (part_number(p) << 32) for p, number in zip(params, numbers, strict=True)]
-
-
-def _numbers_of_call(numbers: Sequence[int], lists: Mapping[str, Any], device: torch.device, made: Numbers) -> Tensor:
-    """The op's ``numbers``: of the tensors that have elements."""
-    return numbers_on(made, device, [n for n, p in zip(numbers, lists["params"], strict=True) if p.numel()])
-
-
-def part_of(work: Work, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
-    """The op call for some of the members. ``is_first``: of the parts of a call, which copies of gradients go with.
-    ``made``: as for ``works_of``."""
-    lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in work.lists.items()}
-    members, numbers, random = [work.members[i] for i in places], work.numbers, work.random
-    if random:
-        numbers = [numbers[i] for i in places]
-        random = {**random, "numbers": _numbers_of_call(numbers, lists, work.device, made)}
-    relaid = work.relaid if is_first else ()
-    return work._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
-
-
-def pieces(work: Work, most: int, made: Numbers) -> Iterator[Work]:
-    """The call as several, each of the members up to ``most`` elements, or of one that has more."""
-    starts, size = [0], 0
-    for i, p in enumerate(work.members):
-        size += p.numel()
-        if i > starts[-1] and size > most:
-            starts.append(i)
-            size = p.numel()
-    for start, end in zip(starts, [*starts[1:], len(work.members)], strict=True):
-        yield part_of(work, range(start, end), start == 0, made)
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
     """Copies gradients that an earlier parameter shares, so that only one call unscales each. No host sync."""
     is_traced = torch.compiler.is_compiling()  # tensors have no addresses
-    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_lazy]):
+    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_pending]):
         return works
     seen: set[Any] = set()
 
@@ -291,7 +257,7 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         return grad if is_first else grad.clone()
 
     return [
-        work if work.is_lazy else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
+        work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
 
@@ -302,7 +268,7 @@ def finish_unscaling(works: Sequence[Work]) -> None:
     for work in works:
         for grad, copy in work.relaid:
             overwrite(grad, copy)
-        if work.sharded and not work.is_lazy:
+        if work.sharded and not work.is_pending:
             wrote([p.grad for p in work.members if p.grad is not None])
 
 
@@ -328,10 +294,10 @@ class _KeptCall:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
     def __init__(
-        self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor], one_element: Mapping[str, str]
+        self, work: Work, state: Mapping[Tensor, Any], pending_masters: Sequence[Tensor], one_element: Mapping[str, str]
     ) -> None:
-        # Whether the call has all lazy gradients, in their order.
-        self.takes_all = tensor_loops.same_items(lazy_masters, work.members)
+        # Whether the call has all pending gradients, in their order.
+        self.takes_all = tensor_loops.same_items(pending_masters, work.members)
         self._states = [state[p] for p in work.members]
         # The lists of state whose tensors are not of the parameters' size.
         self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
@@ -406,14 +372,14 @@ class Plan:
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
-        lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_KeptCall(work, state, lazy_masters, optimizer._one_element) for work in works]
+        pending_masters = [] if scaling.pending is None else list(scaling.pending.masters)
+        self._calls = [_KeptCall(work, state, pending_masters, optimizer._one_element) for work in works]
         members = tensor_loops.members_of(groups)
         stepped = {p for work in works for p in work.members}
         idle = [p for params in members for p in params if p not in stepped]
         # What tensor_loops.same_plan compares.
         self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
-        self._kept += [list(models), list(models.values()), lazy_masters, idle]
+        self._kept += [list(models), list(models.values()), pending_masters, idle]
         for call in self._calls:
             self._kept += call.entries()
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
@@ -422,8 +388,8 @@ class Plan:
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a new step, None if something has changed. No host sync."""
-        groups, lazy = optimizer.param_groups, scaling.lazy
-        masters = [] if lazy is None else lazy.masters
+        groups, pending = optimizer.param_groups, scaling.pending
+        masters = [] if pending is None else pending.masters
         if not tensor_loops.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
             return None
         if self._options != self._options_of(optimizer) or self._versions != list(map(version_of, self._followed)):
@@ -431,8 +397,8 @@ class Plan:
         found = []
         for kept in self._calls:
             grads: Sequence[Any] | None = None
-            if kept.work.kind[1] and lazy is not None:
-                grads = lazy.values if kept.takes_all else [lazy.grads[p] for p in kept.work.members]
+            if kept.work.kind[1] and pending is not None:
+                grads = pending.values if kept.takes_all else [pending.grads[p] for p in kept.work.members]
             if (work := kept.renewed(grads)) is None:
                 return None
             found.append(work)
@@ -451,4 +417,6 @@ class Plan:
         # Copies, as a program may change a dict in place.
         given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
         forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
-        return [*optimizer._write_backs(), *map(optimizer._state_lists, groups), *forms]
+        own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
+        sized = [_state_types.sized_of(SPECS[optimizer._op_of(group)], group) for group in groups]
+        return [*own, *sized, *forms]

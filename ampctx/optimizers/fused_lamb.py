@@ -75,17 +75,17 @@ class FusedLAMB(FusedOptimizer):
         if not any(work.group["max_grad_norm"] for work in works):
             return None
         norms = []
-        grads = [grad for work in works if not work.is_lazy for grad in work.lists["grads"]]
+        grads = [grad for work in works if not work.is_pending for grad in work.lists["grads"]]
         if grads:
             norms.append(foreach.unscale_l2norm(grads, Unread(), scaling.inv_scale))
-        lazy_grads = [grad for work in works if work.is_lazy for grad in work.lists["grads"]]
-        if lazy_grads and scaling.lazy is not None:
+        pending_grads = [grad for work in works if work.is_pending for grad in work.lists["grads"]]
+        if pending_grads and scaling.pending is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
-            if len(lazy_grads) == len(scaling.lazy.masters) and scaling.inv_scale == 1.0:
-                norms.append(scaling.lazy.norm())
+            if len(pending_grads) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
+                norms.append(scaling.pending.norm())
             else:
-                inv_scale = foreach.product(scaling.lazy.inv_scale, scaling.inv_scale)
-                norms.append(foreach.unscale_l2norm(lazy_grads, Unread(), inv_scale))
+                inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
+                norms.append(foreach.unscale_l2norm(pending_grads, Unread(), inv_scale))
         total = foreach.joined_norm(norms)
         # The ops accept an fp64 norm only on the CPU.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())
@@ -153,14 +153,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """
         return self._step_by(closure, given, **kwargs)
 
-    def _may_keep_masters(self) -> bool:
-        return self.reduced_precision_dtype in LOW_PRECISION
-
-    def _keeps_master(self, p: Tensor) -> bool:
-        return p.dtype == self.reduced_precision_dtype
-
-    def _write_backs(self) -> tuple[Any, ...]:
-        return *super()._write_backs(), self.reduced_precision_dtype
+    @property
+    def _master_dtypes(self) -> tuple[torch.dtype, ...]:
+        dtype = self.reduced_precision_dtype
+        return (dtype,) if dtype in LOW_PRECISION else ()
 
     def _useless_state(self, p: Tensor) -> set[str]:
         # A dtype set after loading may need them.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,23 +16,19 @@ from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
-from ampctx.kernels.reference import is_dense
-from ampctx.kernels.sharding import by_layout, grids_of, local, wrote
-from ampctx.kernels.spec import SPECS
-from ampctx.optimizers import _options, _work
+from ampctx.kernels.reference import KERNEL_DTYPES, is_dense
+from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
+from ampctx.optimizers import _options, _work, layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, check_finite, check_flag, check_number, param_name
-from ampctx.optimizers._orthogonal import (
-    adjustment,
-    check_matrix,
-    has_split_matrices,
-    newton_schulz,
-    orthogonalized,
-    stacks,
-)
 from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers.fused_adam import compare_decay
+
+# The bf16 elements of a stack: 64 MiB. Larger ones would only take more memory.
+MOST_ELEMENTS = 2**25
+
+Orthogonalize = Callable[[Tensor], Tensor]
 
 
 class FusedMuon(FusedOptimizer):
@@ -61,17 +58,8 @@ class FusedMuon(FusedOptimizer):
 
     _op = "muon"
     _ops = ("muon", "adam")
-    _defaults = (
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
-        "adjust_lr_fn",
-        "use_muon",
-    )
+    _of_matrices = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    _defaults = ("lr", *_of_matrices, "use_muon")
     _refused = ("offload",)
     # Groups of AdamW have its decoupled decay.
     adam_w_mode = 1
@@ -89,7 +77,7 @@ class FusedMuon(FusedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        orthogonalize: Callable[[Tensor], Tensor] | None = None,
+        orthogonalize: Orthogonalize | None = None,
         set_grad_none: bool = True,
         **shared: Unpack[SharedOptions],
     ) -> None:
@@ -142,7 +130,7 @@ class FusedMuon(FusedOptimizer):
             params = work.lists["params"]
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
             found = stacks((kind, p.numel()) for kind, p in zip(kinds, params, strict=True))
-            works += [_work.part_of(work, places, places is found[0], self._numbers) for places in found]
+            works += [work.part(places, places is found[0], self._numbers) for places in found]
         return works
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
@@ -177,23 +165,11 @@ class FusedMuon(FusedOptimizer):
 
     def descend(self, work: Work, arguments: dict[str, Any], updates: Sequence[Tensor]) -> None:
         """Steps the weights, and advances the step counts."""
-        group, params, spec = work.group, work.lists["params"], SPECS["sgd"]
-        lists: dict[str, Any] = {name: [] for name in spec.lists if name != "skips"}
-        lists |= {name: work.lists[name] for name in ("params", "extras", "steps")}
-        lists["grads"] = [_work.in_layout_of(p, update) for p, update in zip(params, updates, strict=True)]
+        moves = [_work.in_layout_of(p, update) for p, update in zip(work.lists["params"], updates, strict=True)]
         # The gradients have been unscaled, clipped and turned round, and the step counted.
-        done = {"grad_norm", "max_norm", "skips"}
-        numbers = {
-            **{name: value for name, value in arguments.items() if name not in done},
-            **{number.name: number.default for number in spec.numbers},
-            "weight_decay": group["weight_decay"],
-            "inv_scale": adjustment(group["adjust_lr_fn"], work.members[0].shape),
-            "maximize": False,
-            "unscale_grads": False,
-        }
-        _work.call("sgd", work._replace(lists=lists), numbers)
-        if work.sharded:
-            wrote(work.members)
+        given = {name: arguments[name] for name in ("found_inf", "lr", "seed")}
+        factor = adjustment(work.group["adjust_lr_fn"], work.members[0].shape)
+        layerwise.take_step(work, moves, {**given, "weight_decay": work.group["weight_decay"], "inv_scale": factor})
 
     def _split_step(self, works: Sequence[Work], scaling: Scaling) -> None:
         """A step where ranks hold parts of matrices. One all_gather for each stack of these, in bf16: each rank
@@ -277,3 +253,106 @@ def _checked_steps(value: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 100:
         raise AmpValueError(f"ns_steps is {value!r}, expected an int from 0 to 99")
     return number
+
+
+# --- the orthogonalisation --------------------------------------------------------------------------------------------
+
+
+def newton_schulz(stack: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Orthogonalises each matrix of a bf16 stack (k, m, n): U V' of its U S V', with singular values near 1.
+
+    The quintic iteration of Jordan et al. (2024), as in torch.optim.Muon: x / max(norm, eps), divided in fp32, then
+    ``steps`` times ``a x + (b A + c A A) x`` with A = x x' in bf16. Tall matrices are transposed. No host sync.
+    """
+    a, b, c = coefficients
+    is_tall = stack.shape[1] > stack.shape[2]
+    x = stack.mT if is_tall else stack
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = (x / norms.clamp(min=eps)).to(stack.dtype)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
+    """Sorts (kind, number of elements) into stacks: lists of places of one kind, in order, with at most
+    ``MOST_ELEMENTS``, or one place with more."""
+    found: list[list[int]] = []
+    unfilled: dict[Any, tuple[list[int], int]] = {}
+    for i, (kind, elements) in enumerate(matrices):
+        stack, room = unfilled.get(kind, ([], 0))
+        if not stack or elements > room:
+            stack, room = [], MOST_ELEMENTS
+            found.append(stack)
+        stack.append(i)
+        unfilled[kind] = stack, room - elements
+    return found
+
+
+def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
+    """``function`` of directions (m, n) or (experts, m, n), all of one m and n, in stacks of at most
+    ``MOST_ELEMENTS``.
+
+    Raises:
+        AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.
+    """
+    # O1 and O4 leave autocast on between forward passes.
+    with autocast_off():
+        stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
+        if not stack.numel():
+            return list(directions)
+        parts = stack.split(max(1, MOST_ELEMENTS // stack[0].numel()))
+        results = [_checked(function(part), part) for part in parts]
+        result = results[0] if len(results) == 1 else torch.cat(results)
+    counts = [math.prod(u.shape[:-2]) for u in directions]
+    return [o.reshape(u.shape) for o, u in zip(result.split(counts), directions, strict=True)]
+
+
+def _checked(result: Any, part: Tensor) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise AmpTypeError(f"orthogonalize returned a {type(result).__name__}, expected a tensor")
+    if result.shape != part.shape or result.device != part.device or result.dtype not in KERNEL_DTYPES:
+        raise AmpValueError(
+            f"orthogonalize returned shape {tuple(result.shape)} of {result.dtype} on {result.device}, expected a "
+            f"floating tensor of shape {tuple(part.shape)} on {part.device}. Momenta have advanced: load a checkpoint."
+        )
+    return result
+
+
+def adjustment(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
+    """The factor for the lr of matrices with ``shape[-2:]``, as in torch.optim.Muon: Jordan et al. (2024), or with
+    "match_rms_adamw" Liu et al. (2025)."""
+    rows, columns = shape[-2:]
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / max(columns, 1)))
+
+
+def _sharding(p: Any) -> list[Any]:
+    """The placements that split a DTensor over several ranks."""
+    if not is_sharded(p):
+        return []
+    sizes = [group.size() for group in p.device_mesh.get_all_groups()]
+    return [each for each, size in zip(p.placements, sizes, strict=True) if size > 1 and not each.is_replicate()]
+
+
+def has_split_matrices(p: Tensor) -> bool:
+    """Whether ranks hold parts of the matrices. ``fully_shard`` splits a stack of experts between its matrices."""
+    return p.dim() == 2 and bool(_sharding(p))
+
+
+def check_matrix(name: str, p: Tensor) -> None:
+    """Raises AmpValueError for a parameter that Muon cannot step, by its name."""
+    if p.dim() not in (2, 3):
+        raise AmpValueError(
+            f"FusedMuon orthogonalises matrices, and {name} has shape {tuple(p.shape)}, expected (rows, columns) or "
+            "(experts, rows, columns). Put it into a group with use_muon=False, which AdamW steps."
+        )
+    sharding = _sharding(p)
+    if len(sharding) > 1 or any(not placement.is_shard(0) for placement in sharding):
+        raise AmpValueError(
+            f"FusedMuon steps DTensors that fully_shard splits along dimension 0, and {name} has placements "
+            f"{tuple(p.placements)}. Put tensor-parallel parameters into a group with use_muon=False, "  # type: ignore[attr-defined]
+            "which AdamW steps."
+        )

@@ -19,7 +19,7 @@ from ampctx.kernels.sharding import place_grads
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
+from ampctx.optimizers._options import Group, check_flag, param_name, refuse_dtype, with_grads
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 from ampctx.weights.step import declares
 
@@ -115,8 +115,7 @@ class LARC:
         Raises:
             AmpError, AmpValueError: a sparse gradient or a complex parameter, by name. Nothing has changed then.
         """
-        decays = [group.get("weight_decay", 0) for group in self.param_groups]
-        with self._without_weight_decay(), self._own_flag_kept():
+        with self._for_one_step() as decays:
             if closure is None:
                 self._adapt(decays)
                 return self.optim.step()
@@ -129,48 +128,37 @@ class LARC:
             return self.optim.step(adapted)
 
     @contextmanager
-    def _without_weight_decay(self) -> Iterator[None]:
-        decaying = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
+    def _for_one_step(self) -> Iterator[list[Any]]:
+        """Gives the weight decays, which are 0 meanwhile, and restores ``found_inf`` of the wrapped optimizer."""
+        groups, attributes = list(self.param_groups), vars(self.optim)
+        decays = [group.get("weight_decay", 0) for group in groups]
+        former = {name: value for name, value in attributes.items() if name == "found_inf"}
+        decaying = [(group, decay) for group, decay in zip(groups, decays, strict=True) if "weight_decay" in group]
         for group, _ in decaying:
             group["weight_decay"] = 0
         try:
-            yield
+            yield decays
         finally:
             for group, decay in decaying:
                 group["weight_decay"] = decay
-
-    @contextmanager
-    def _own_flag_kept(self) -> Iterator[None]:
-        """Removes the ``found_inf`` that ``_adapt`` sets on the wrapped optimizer, and restores an earlier one."""
-        attributes = vars(self.optim)
-        own = {"found_inf": attributes["found_inf"]} if "found_inf" in attributes else {}
-        try:
-            yield
-        finally:
             attributes.pop("found_inf", None)
-            attributes.update(own)
+            attributes.update(former)
 
     def _gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The gradients and parameters of each group, after all checks of a step."""
-        result = []
-        for g, group in enumerate(self.param_groups):
+        groups = self.param_groups
+        for group in groups:
             place_grads(group["params"])
             check_flag("maximize", group.get("maximize", False))
-            grads, params = [], []
-            # A parameter that is in a group twice has one gradient.
-            for i, p in places(group["params"]):
-                if (grad := p.grad) is None:
-                    continue
-                if grad.layout is not torch.strided:
-                    refuse_sparse("LARC", param_name(self.param_groups, g, i))
-                if p.dtype not in KERNEL_DTYPES:
-                    refuse_dtype("LARC", param_name(self.param_groups, g, i), p.dtype)
-                if grad._is_zerotensor():  # torch refuses to write it
-                    grad = p.grad = grad.clone()
-                grads.append(grad)
-                params.append(p)
-            result.append((grads, params))
-        return result
+        # A parameter that is in a group twice has one gradient.
+        found: list[dict[Tensor, Tensor]] = [{} for _ in groups]
+        for g, i, p, grad in with_grads("LARC", groups):
+            if p.dtype not in KERNEL_DTYPES:
+                refuse_dtype("LARC", param_name(groups, g, i), p.dtype)
+            if grad._is_zerotensor():  # torch refuses to write it
+                grad = p.grad = grad.clone()
+            found[g].setdefault(p, grad)
+        return [(list(of_group.values()), list(of_group)) for of_group in found]
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
@@ -178,25 +166,15 @@ class LARC:
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
+        own: dict[str, Any] = {"trust_coefficient": self.trust_coefficient, "eps": self.eps, "clip": self.clip}
         if layerwise.any_split(self.param_groups):
-            options = self.trust_coefficient, self.eps, self.clip
-            return layerwise.larc(self.param_groups, decays, gradients, found_inf, inv_scale, *options)
+            return layerwise.larc(self.param_groups, decays, gradients, found_inf, inv_scale, **own)
         for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
             for device, fused, (g, p) in buckets(grads, params):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
-                given = {
-                    "grads": g,
-                    "params": p,
-                    "found_inf": flag,
-                    "inv_scale": inv,
-                    "lr": on_device(group["lr"], device),
-                    "trust_coefficient": self.trust_coefficient,
-                    "eps": self.eps,
-                    "weight_decay": decay,
-                    "clip": self.clip,
-                    "maximize": bool(group.get("maximize", False)),
-                }
+                given = {"grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "weight_decay": decay, **own}
+                given |= {"lr": on_device(group["lr"], device), "maximize": bool(group.get("maximize", False))}
                 if fused:
                     steps.larc(**given)
                 else:

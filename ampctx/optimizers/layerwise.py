@@ -24,32 +24,22 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, scalar, widest
-from ampctx.kernels.reference_steps import join
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Scaling, Work
+from ampctx.weights.store import STORES
 
 Lists = Mapping[str, Sequence[Tensor]]
 
 _INF = float("inf")
-_SGD: dict[str, Any] = {
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "weight_decay": 0.0,
-    "nesterov": False,
-    "wd_after_momentum": False,
-}
+_SGD: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
+_SGD |= {"nesterov": False, "wd_after_momentum": False}
+_PLAIN = ("nearest", False, False)
 # What the op of LAMB leaves out where it makes directions.
-_NO_STEP: dict[str, Any] = {
-    "lr": -1.0,
-    "weight_decay": 0.0,
-    "adam_w_mode": True,
-    "use_nvlamb": False,
-    "global_grad_norm": 0.0,
-    "max_grad_norm": 0.0,
-}
+_NO_STEP: dict[str, Any] = {"lr": -1.0, "weight_decay": 0.0, "adam_w_mode": True, "use_nvlamb": False}
+_NO_STEP |= {"global_grad_norm": 0.0, "max_grad_norm": 0.0}
 
 
 # --- on lists of tensors ----------------------------------------------------------------------------------------------
@@ -63,7 +53,7 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
         along: the other lists.
         numbers: the op's other arguments.
     """
-    kind = ("copy" if "extras" in lists else "nearest", False, False)
+    kind = ("copy", False, False) if "extras" in lists else _PLAIN
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
     for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
         named = {**empty, **dict(zip([*lists, *along], rows, strict=True))}
@@ -142,6 +132,18 @@ class Layers:
         self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
 
 
+def take_step(work: Work, moves: Sequence[Tensor], numbers: Mapping[str, Any]) -> None:
+    """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call. The step counts advance.
+
+    ``numbers``: of the op of SGD: found_inf, lr, seed and others.
+    """
+    lists = {"grads": moves, "momentum_buffers": [], **{n: work.lists[n] for n in ("params", "extras", "steps")}}
+    given = {"inv_scale": 1.0, "maximize": False, "unscale_grads": False, **_SGD}
+    _work.call("sgd", work._replace(lists=lists), {**given, **numbers})
+    if work.sharded:
+        wrote(work.members)
+
+
 def _factor_of_op(factor: Factor) -> Factor:
     """The ops accept an fp64 factor only on the CPU."""
     if isinstance(factor, PerDevice) and factor.value.device.type != "cpu":
@@ -182,37 +184,30 @@ class Norms:
                 self._elsewhere.update(map(id, () if grid.counts(alike[0]) else alike))
         self.device = local([self.params[min(map(self._place.__getitem__, self._split))]])[0].device
 
-    def _index(self, places: Sequence[int], device: torch.device) -> Tensor:
-        return move(torch.tensor(places, dtype=torch.int64), device)
+    def _index(self, places: Sequence[int]) -> Tensor:
+        return move(torch.tensor(places, dtype=torch.int64), self.device)
 
     def empty(self) -> Tensor:
         """A number of 0 for each parameter."""
         return torch.zeros(len(self.params), dtype=widest(self.device), device=self.device)
 
     def add(
-        self,
-        values: Tensor,
-        params: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        factor: Factor = 1.0,
-        order: float = 2.0,
+        self, values: Tensor, params: Sequence[Tensor], tensors: Sequence[Tensor], factor: Factor = 1, order: float = 2
     ) -> None:
         """Sets ``values`` of the parameters to the squares of the L2 norms of ``tensors``, times the square of a
         factor; or with order inf to their largest magnitudes."""
-        counted = [
-            (self._place[id(p)], t) for p, t in zip(params, tensors, strict=True) if id(p) not in self._elsewhere
-        ]
+        pairs = zip(params, tensors, strict=True)
+        counted = [(self._place[id(p)], t) for p, t in pairs if id(p) not in self._elsewhere]
         if not counted:
             return
-        places, parts = [place for place, _ in counted], [t for _, t in counted]
+        places, parts = map(list, zip(*counted, strict=True))
         if order == _INF:
-            largest = [_largest(t) for t in parts]
-            scaled = torch.stack([move(x, self.device).to(values.dtype) for x in largest])
+            scaled = torch.stack([move(_largest(t), self.device).to(values.dtype) for t in parts])
             scaled = scaled * (factor.on(self.device).to(values.dtype) if isinstance(factor, PerDevice) else factor)
-            values.index_copy_(0, self._index(places, self.device), scaled.abs())
+            values.index_copy_(0, self._index(places), scaled.abs())
             return
         for found, norms in foreach.unscale_l2norms_of(parts, Unread(), factor)[1]:
-            index = self._index([places[i] for i in found], self.device)
+            index = self._index([places[i] for i in found])
             values.index_copy_(0, index, move(norms, self.device).to(values.dtype).square())
 
     def join(self, *rows: Tensor, order: float = 2.0) -> list[Tensor]:
@@ -220,7 +215,7 @@ class Norms:
         op = torch.distributed.ReduceOp
         values = torch.stack(rows)
         for grid, places in self._joined.items():
-            index = self._index(places, self.device)
+            index = self._index(places)
             sent = values.index_select(1, index)
             grid.reduce(sent, op.MAX if order == _INF else op.SUM, self._call, "sums over its parts of parameters")
             values.index_copy_(1, index, sent)
@@ -233,7 +228,7 @@ class Norms:
         self.add(values, idle, local(idle))
 
     def of_params(self, values: Tensor, params: Sequence[Tensor]) -> Tensor:
-        return values.index_select(0, self._index([self._place[id(p)] for p in params], self.device))
+        return values.index_select(0, self._index([self._place[id(p)] for p in params]))
 
     def of(self, values: Tensor, call: _Shards) -> Tensor:
         """The values of the parameters of a call, on its device and in its type of arithmetic."""
@@ -256,9 +251,9 @@ class _Shards(Layers):
         self.optimizer, self.work, self.scaling, self.group = optimizer, work, scaling, work.group
         self.skip = found_inf.reshape(()) != 0
         self.inv_scale = scaling.inv_scale
-        if work.is_lazy and scaling.lazy is not None:
-            self.inv_scale = product(scaling.lazy.inv_scale, self.inv_scale)
-        if scaling.unscales and not work.is_lazy:
+        if work.is_pending and scaling.pending is not None:
+            self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
+        if scaling.unscales and not work.is_pending:
             # Stores the unscaled gradients, unless the step is skipped.
             inv_scale = self.inv_scale
             factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
@@ -268,12 +263,10 @@ class _Shards(Layers):
 
     def weights(self) -> Sequence[Tensor]:
         """The weights before the step: with what they lack in 16 bits."""
-        write_back, params, extras = self.work.kind[0], self.lists["params"], self.lists["extras"]
-        if write_back == "split":
-            return [join(p, extra.reshape(p.shape)) for p, extra in zip(params, extras, strict=True)]
-        if write_back == "kahan":
-            return [p.float() + extra.reshape(p.shape).float() for p, extra in zip(params, extras, strict=True)]
-        return params
+        params, extras, store = self.lists["params"], self.lists["extras"], STORES.get(self.work.kind[0])
+        if store is None or store.mode == "copy":
+            return params
+        return [store.fp32(p, extra.reshape(p.shape)) for p, extra in zip(params, extras, strict=True)]
 
     def taken(self) -> Tensor:
         """A copy of the step counts."""
@@ -283,23 +276,17 @@ class _Shards(Layers):
         return product(factor, -1.0) if self.group["maximize"] else factor
 
     def run(self, op: str, lists: Lists, along: Lists, inv_scale: Any = 1.0, **numbers: Any) -> None:
-        work = self.work._replace(kind=("nearest", False, False), lists={"extras": [], **lists, **along})
-        self._call(op, work, inv_scale, {"skips": (), **numbers})
-
-    def _call(self, op: str, work: Work, inv_scale: Factor, numbers: Mapping[str, Any]) -> None:
+        work = self.work._replace(kind=_PLAIN, lists={"extras": [], **lists, **along})
         factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
-        none = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False}
-        _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **none, **numbers})
+        given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False, "skips": ()}
+        _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **given, **numbers})
 
     def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
         """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
         work, skips = self.work, self.scaling.skips
-        lists = {"grads": moves, "momentum_buffers": [], **{n: self.lists[n] for n in ("params", "extras", "steps")}}
-        rate = _work.on_device(lr, work.device) if isinstance(lr, Tensor) else lr
+        given = {"found_inf": self.found_inf, "lr": _work.on_device(lr, work.device), "seed": self.group["seed"]}
         counted = () if skips is None else skips.take(work.device, moves)
-        self._call("sgd", work._replace(lists=lists), 1.0, {**_SGD, "lr": rate, "skips": counted, **options})
-        if work.sharded:
-            wrote(work.members)
+        take_step(work, moves, {**given, "skips": counted, **options})
 
 
 def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, evaluated, param_name, refuse_sparse
-from ampctx.optimizers._state import State, follow, joined
+from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
+from ampctx.optimizers._state_types import State, check_tensor
+from ampctx.weights.store import follow, joined
 
 _KEY = "remainder"
-_TRANSIENT = ("_seen",)
 
 
 class SplitMasters(torch.optim.Optimizer):
@@ -127,31 +127,26 @@ class SplitMasters(torch.optim.Optimizer):
         loss = evaluated(closure)
         assert self.inner is not None
         stepped: dict[Tensor, None] = {}
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                if p.grad.layout is not torch.strided:
-                    refuse_sparse("SplitMasters", param_name(self.param_groups, g, i))
-                self._check(p, g, i)
-                stepped[p] = None
+        for g, i, p, _ in with_grads("SplitMasters", self.param_groups):
+            self._check(p, g, i)
+            stepped[p] = None
+        # Not those of parameters that have left.
+        members = {p for group in self.param_groups for p in group["params"]}
+        self._seen = {p: version for p, version in self._seen.items() if p in members}
+        self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(self._of_proxies(group))
-        for chunk in self._chunks(list(stepped)):
-            self._step_chunk(chunk)
-        return loss
-
-    def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         chunk: list[Tensor] = []
         size = 0
-        for p in params:
+        for p in stepped:
             if chunk and size + 4 * p.numel() > self.chunk_bytes:
-                yield chunk
+                self._step_chunk(chunk)
                 chunk, size = [], 0
             chunk.append(p)
             size += 4 * p.numel()
         if chunk:
-            yield chunk
+            self._step_chunk(chunk)
+        return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
         assert self.inner is not None
@@ -194,15 +189,11 @@ class SplitMasters(torch.optim.Optimizer):
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor]]]:
         """The fp32 weights, as ``{"params": [...]}`` for each group: copies for bf16 parameters, others themselves."""
-        return [
-            {
-                "params": [
-                    p if p.dtype not in LOW_PRECISION else _wide(p.detach(), self.state.get(p, {}))
-                    for p in group["params"]
-                ]
-            }
-            for group in self.param_groups
-        ]
+
+        def master_of(p: Tensor) -> Tensor:
+            return p if p.dtype not in LOW_PRECISION else _wide(p.detach(), self.state.get(p, {}))
+
+        return [{"params": list(map(master_of, group["params"]))} for group in self.param_groups]
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
@@ -257,24 +248,14 @@ class SplitMasters(torch.optim.Optimizer):
         for g, (saved, group) in enumerate(zip(groups, self.param_groups, strict=False)):
             for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=False)):
                 rest = states[key].get(_KEY) if isinstance(states.get(key), dict) else None
-                if rest is None or p.dtype != torch.bfloat16:
-                    continue
-                if not isinstance(rest, Tensor) or rest.dtype != torch.int16 or rest.shape != p.shape:
-                    is_of = f"{rest.dtype} and shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else type(rest)
-                    raise AmpValueError(
-                        f"the state 'remainder' of {param_name(self.param_groups, g, i)} is of {is_of}, expected "
-                        f"torch.int16 and {tuple(p.shape)}"
-                    )
-                found[p] = rest
+                if rest is not None and p.dtype == torch.bfloat16:
+                    where = f"the state 'remainder' of {param_name(self.param_groups, g, i)}"
+                    check_tensor(where, rest, p.shape, torch.int16)
+                    found[p] = rest
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without hooks (private in torch), as torch's own optimizers.
-        return {
-            name: value
-            for name, value in without_amp(self).items()
-            if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
-        }
+        return without_amp(self, "_seen")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

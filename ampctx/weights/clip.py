@@ -88,12 +88,6 @@ def norm_before_clipping(grads: Iterable[Tensor | None]) -> Tensor | None:
     return None
 
 
-def forget_norm_before_clipping(grads: Iterable[Tensor]) -> None:
-    """Drops the stored norm of gradients that have changed since they were clipped."""
-    for grad in grads:
-        grad.__dict__.pop("norm_before_clipping", None)
-
-
 @without_grad
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

@@ -218,7 +218,8 @@ class Frames:
             known = hold_grads(given, are_plain)
             if known is not None or all(map(_fills_its_storage, given)):
                 last, values = not self._masters.params_without_master, given if known is None else known
-                return params, [], {}, Pending(masters, place, values, factor, found_inf, last)
+                ids = self._masters.master_ids if masters is self._masters.masters else None
+                return params, [], {}, Pending(masters, place, values, factor, found_inf, last, ids)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -298,11 +299,6 @@ class Frames:
         return grads
 
     # --- between blocks -----------------------------------------------------------------------------------------------
-
-    def have_arrived(self) -> bool:
-        """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        goes_on = self.frames[0].is_window or self.frames[0].window is not None
-        return not goes_on and not tensor_loops.have_no_grad(self._masters.leaves, False)
 
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect`` has anything to do."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, MutableMappi
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,8 +31,8 @@ from ampctx.weights.step import takes_step
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-# Until the next block, the value and the version of 16-bit parameters without a master that were loaded: one that joins an
-# optimizer or is unfrozen then gets all bits.
+# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
+# an optimizer or is unfrozen then gets all bits.
 LOADED: Any = WeakIdKeyDictionary()
 
 
@@ -138,6 +138,9 @@ class MasterParams:
         groups, before = optimizer.param_groups, tensor_loops.members_of(optimizer.param_groups)
         known = {id(p) for p in (*self.model_of, *self._master_of.values(), *self.params_without_master, *self._frozen)}
         known |= self._master_of.keys()
+        left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
+        # By the ids of both.
+        pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}
         pairs: list[tuple[Tensor, Tensor]] = []
         plain: list[Tensor] = []
         frozen: list[Tensor] = []
@@ -149,9 +152,9 @@ class MasterParams:
                     if id(p) in stands_for:  # twice in the groups: it counts once
                         group["params"][i] = stands_for[id(p)]
                         continue
-                    master = p if p in self.model_of else self._master_of.get(id(p)) or self._back(p)
+                    model, master = pair_of.get(id(p), (p, None))
                     if master is not None:
-                        pairs.append((self.model_of.get(master, p), master))
+                        pairs.append((model, master))
                     elif not self.master_weights or p.dtype not in LOW_PRECISION:
                         plain.append(p)
                     elif not p.requires_grad:
@@ -168,11 +171,15 @@ class MasterParams:
                         pairs.append((p, master))
                         made.append((p, master))
                     here = group["params"][i] = p if master is None else master
-                    stands_for[id(p)] = stands_for[id(here)] = here
+                    stands_for[id(p)] = stands_for[id(model)] = stands_for[id(here)] = here
         except BaseException:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
+        for p, master in left:
+            if id(master) in stands_for:
+                master.copy_(resynced(p, master))  # what the program has written since it left
+                del self._left[p]
         for p, master in self.pairs:
             if id(master) not in stands_for:
                 self._left[p] = weakref.ref(master)
@@ -197,17 +204,11 @@ class MasterParams:
                 self.dropped_grads.append(self._name_of(p))
         self.agree()
 
-    def _back(self, p: Tensor) -> Tensor | None:
-        """The master of a parameter that was out of the groups, with what the program has written to it since."""
-        reference = self._left.pop(p, None)
-        if (master := None if reference is None else reference()) is not None:
-            master.copy_(resynced(p, master))
-        return master
-
     def _derive(self, optimizer: Any) -> None:
         """What follows from the pairs and the plain parameters. Lists to read only."""
         self.params_with_master = [p for p, _ in self.pairs]
         self.masters = [master for _, master in self.pairs]
+        self.master_ids = list(map(id, self.masters))
         self.model_of = {master: p for p, master in self.pairs}
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
@@ -248,7 +249,7 @@ class MasterParams:
         source = p if original is None or is_distributed() else original
         # A copy even of fp32 data: state dicts from before initialize share the original.
         master = source.detach().to(torch.float32, copy=True)
-        return MasterParam(master, place=self.place) if self.takes_pending else master.requires_grad_()
+        return MasterParam(master, place=self.place) if self.takes_pending else nn.Parameter(master)
 
     def in_groups(self, optimizer: Any) -> list[Tensor]:
         """The model parameters whose masters are in the groups now."""
@@ -356,10 +357,6 @@ class MasterParams:
         if self.pairs:
             self._agreed, self.ahead = self._counts(), False
 
-    def model_changed(self) -> None:
-        """Notes that a load may have written weights behind the masters."""
-        self.unsure = True
-
     def restored(self) -> None:
         """Notes that a checkpoint has set the masters, and the model to the rounded masters."""
         self.unsure = self.were_restored = True
@@ -408,7 +405,6 @@ class MasterParams:
         if weights_final:
             self.unsure = self.were_restored = self.were_loaded = False
             self._loaded = {}
-            LOADED.clear()
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, master) for those of the model parameters that have a master here."""

@@ -39,7 +39,7 @@ class Place:
 
 
 class MasterParam(nn.Parameter):
-    """An fp32 master weight. Reading ``grad`` turns pending gradients of its optimizer into fp32. No host sync.
+    """An fp32 master weight. Reading a pending ``grad`` turns all of its optimizer's into fp32. No host sync.
 
     Otherwise a parameter. A copy or pickle is a plain parameter.
     """
@@ -53,7 +53,8 @@ class MasterParam(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if (place := self.__dict__.get("place")) is not None and place.pending is not None:
+        place = self.__dict__.get("place")
+        if place is not None and (pending := place.pending) is not None and id(self) in pending.members:
             place.materialize()
         return stored_grad(self)
 
@@ -84,6 +85,7 @@ class Pending:
         values: the gradient of each, not changed; strided, on any mix of devices.
         inv_scale: the factor that unscales them.
         found_inf: set if a gradient holds inf or nan. ``last``: no later call raises it.
+        ids: those of the masters, if they are known.
 
     Reads the gradients once. No host sync.
     """
@@ -96,9 +98,10 @@ class Pending:
         inv_scale: Factor,
         found_inf: FoundInf,
         last: bool = False,
+        ids: list[int] | None = None,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
-        self.ids = list(map(id, masters))
+        self.ids = list(map(id, masters)) if ids is None else ids
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
@@ -111,6 +114,10 @@ class Pending:
     def grads(self) -> dict[Tensor, Tensor]:
         """The gradients by master."""
         return dict(zip(self.masters, self.values, strict=True))
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        return frozenset(self.ids)
 
     def not_finite(self) -> set[int]:
         """The ids of the masters whose gradients had a non-finite norm when they arrived. Host sync."""
@@ -171,7 +178,7 @@ def has_grad(p: Tensor) -> bool:
     if stored_grad(p) is not None:
         return True
     pending = p.place.pending if type(p) is MasterParam else None
-    return pending is not None and id(p) in set(pending.ids)
+    return pending is not None and id(p) in pending.members
 
 
 def pending_in(params: list[Tensor]) -> list[Pending]:

@@ -57,9 +57,7 @@ class _MastersFollow(ModelHook):
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         own: dict[str, Tensor] = {name: p for name, p in named if p.dtype in LOW_PRECISION}
-        for masters in {masters for p in own.values() for masters in _masters_with(p)}:
-            masters.resync()
-        _model_changed(own.values())
+        _loading(own.values())
         if own and not metadata.get("assign_to_params_buffers"):
             self._incoming.append((own, state_dict, prefix))
 
@@ -74,17 +72,18 @@ class _MastersFollow(ModelHook):
                 if not owners and isinstance(value, Tensor):
                     LOADED[p] = value, version_of(p)
         # Includes modules that were added later and have no hooks.
-        _model_changed(list(module.parameters()))
+        _loading(list(module.parameters()))
 
     def __reduce__(self) -> tuple:
         return _MastersFollow, ()
 
 
-def _model_changed(params: Collection[Tensor]) -> None:
+def _loading(params: Collection[Tensor]) -> None:
+    """Before and after weights are loaded: masters and weights agree, until a broadcast writes one rank's to others."""
     for masters in list(ALIVE):
         if masters.pairs_of(params):
-            masters.were_loaded = True
-            masters.model_changed()
+            masters.resync()
+            masters.unsure = masters.were_loaded = True
 
 
 class _RoundAgain(ModelHook):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, grads, loss_of, mlp, snapshot, start
+from kit import assert_same, backward, grads, loss_of, mlp, snapshot, start, with_plans
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
@@ -258,6 +258,7 @@ def test_reset_keeps_gradients(session):
 TAILS = {"all-16-bit": (False, 2), "with-fp32-batchnorm": (True, 2 + 4)}
 
 
+@with_plans
 @levels
 @pytest.mark.parametrize(("keep_batchnorm", "expected"), TAILS.values(), ids=TAILS.keys())
 def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_batchnorm, expected):

@@ -16,8 +16,8 @@ from torch import nn
 from ampctx import clip_grad_norm_
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
-from ampctx.optimizers import FusedAdam, FusedMuon, _orthogonal
-from ampctx.optimizers._orthogonal import newton_schulz, stacks
+from ampctx.optimizers import FusedAdam, FusedMuon, fused_muon
+from ampctx.optimizers.fused_muon import newton_schulz, stacks
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(32, 64), (64, 16), (32, 64)]
@@ -129,7 +129,7 @@ def test_op_calls():
 
 
 def test_stacks_have_at_most_so_many_elements():
-    most = _orthogonal.MOST_ELEMENTS
+    most = fused_muon.MOST_ELEMENTS
     kinds = [("a", most // 2), ("b", 3), ("a", most // 2), ("a", 1), ("c", 2 * most), ("c", 1), ("b", most), ("a", 5)]
     assert stacks(kinds) == [[0, 2], [1], [3, 7], [4], [5], [6]]
     assert most * 2 == 64 * 2**20, "bytes of bf16"
@@ -148,7 +148,7 @@ def test_stacks_are_cut_and_joined(monkeypatch):
     run(whole, 2)
     assert seen == 2 * [(torch.bfloat16, (7, 3, 4)), (torch.bfloat16, (1, 2, 6))]
     seen.clear()
-    monkeypatch.setattr(_orthogonal, "MOST_ELEMENTS", 24)
+    monkeypatch.setattr(fused_muon, "MOST_ELEMENTS", 24)
     run(cut, 2)
     assert [shape for _, shape in seen] == 2 * [(1, 3, 4), (2, 3, 4), (2, 3, 4), (1, 3, 4), (1, 3, 4), (1, 2, 6)]
     assert_same(snapshot(cut), snapshot(whole))

@@ -18,7 +18,7 @@ import ampctx
 from ampctx.foreach import FoundInf
 from ampctx.kernels import definitions, handles, steps
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
-from ampctx.weights.pending import MasterParam, ModelGrads
+from ampctx.weights.pending import MasterParam, Pending, Place
 from ampctx.weights.step import Step
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
@@ -41,7 +41,7 @@ def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(steps, "_ops", request.getfixturevalue("plain_torch"))
         monkeypatch.setattr(handles.extension, "read_grads", None)
-        monkeypatch.setattr("ampctx.optimizers._work.can_be_kept", lambda *args: False)
+        monkeypatch.setattr("ampctx.optimizers._base.PLANS", False)
 
 
 def scaled(scaler_type=ampctx.GradScaler, scale=64.0):
@@ -227,12 +227,13 @@ def test_gradients_are_not_kept_alive_by_their_copies():
 
 def test_gradients_that_amp_keeps_for_masters_stay_as_they_are():
     models = parameters(torch.bfloat16)
-    masters = [MasterParam(p.detach().float()) for p in models]
+    place = Place()
+    masters = [MasterParam(p.detach().float(), place=place) for p in models]
     optimizer = FusedAdam(masters)
     grads = {m: g * 256 for m, g in zip(masters[1:], gradients(models, 0)[1:], strict=True)}
     kept = [g.clone() for g in grads.values()]
     masters[0].grad = torch.full_like(masters[0], 8.0)
-    pending = ModelGrads(list(grads), list(grads.values()), 1 / 64, FoundInf())
+    place.pending = pending = Pending(list(grads), place, list(grads.values()), 1 / 64, FoundInf())
     optimizer.grad_scale = torch.tensor(4.0)
     for _ in range(2):
         optimizer.step(given=Step(pending=pending))

@@ -11,7 +11,7 @@ from torch import nn
 from ampctx._errors import AmpValueError
 from ampctx.kernels.reference_steps import join
 from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _base
-from ampctx.optimizers._state import follow
+from ampctx.weights.store import follow
 
 BF16 = torch.bfloat16
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot, with_plans
+from kit import assert_same, params_of, snapshot
 from optimizer_cases import BY_NAME, MODES, give, gradients, make, parameters, run
 from torch import nn
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpError
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.ops import HeldTensors, extension
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _work
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _base, _work
 from ampctx.weights.step import Step
 
 
@@ -36,18 +36,44 @@ def step_in_layout(optimizer, step):
     optimizer.step()
 
 
+def step_on(optimizer, step):
+    params = getattr(optimizer, "gives", params_of(optimizer))
+    give(params, gradients(params, step))
+    optimizer.step()
+
+
+def same_as_without_plans(make, change=None, step_by=step_on, steps=6):
+    """Steps an optimizer, and one whose steps keep nothing. ``change``: of both, before the fourth step."""
+    kept, anew = make(), make()
+    for step in range(steps):
+        for optimizer in (kept, anew):
+            if step == 3 and change is not None:
+                change(optimizer)
+            torch.manual_seed(step)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_base, "PLANS", optimizer is kept)
+                step_by(optimizer, step)
+    assert_same(snapshot(kept), snapshot(anew))
+    return kept
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_calls_are_kept_and_are_the_same(name, mode):
-    kept, anew = make(name, mode), make(name, mode)
     plans = []
-    for step in range(4):
-        anew._plan = None
-        for optimizer in (kept, anew):
-            step_in_layout(optimizer, step)
-        plans.append(kept._plan)
-    assert len(set(map(id, plans))) == 1
-    assert_same(snapshot(kept), snapshot(anew))
+
+    def step_by(optimizer, step):
+        step_in_layout(optimizer, step)
+        plans.append(optimizer._plan)
+
+    same_as_without_plans(lambda: make(name, mode), step_by=step_by, steps=4)
+    assert [set(map(id, found)) for found in (plans[1::2], plans[::2])] == [{id(None)}, {id(plans[0])}]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_calls_with_codes_are_the_same(capturable):
+    options = {"state_dtype": "8bit", "min_8bit_size": 0, "capturable": capturable}
+    assert same_as_without_plans(lambda: FusedAdam(parameters(), **options))._plan is not None
 
 
 def freeze(optimizer):
@@ -143,25 +169,9 @@ CHANGES = (
 )
 
 
-def step_on(optimizer, step):
-    params = getattr(optimizer, "gives", params_of(optimizer))
-    give(params, gradients(params, step))
-    optimizer.step()
-
-
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_between_steps_is_seen(change):
-    kept, anew = (BY_NAME["adam"](parameters()) for _ in range(2))
-    for step in range(6):
-        if step == 3:
-            change(kept)
-            change(anew)
-        anew._plan = None
-        torch.manual_seed(step)
-        step_on(kept, step)
-        torch.manual_seed(step)
-        step_on(anew, step)
-    assert_same(snapshot(kept), snapshot(anew))
+    same_as_without_plans(lambda: BY_NAME["adam"](parameters()), change)
 
 
 WITH_GROUPS = {
@@ -214,16 +224,11 @@ def test_a_parameter_that_goes_to_the_group_beside_has_its_options(name, api):
 
 @pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
 def test_what_is_kept_beside_a_weight_follows_it(mode):
-    kept, anew = make("sgd", mode), make("sgd", mode)
-    for step in range(5):
-        if step == 3:
-            for optimizer in (kept, anew):
-                with torch.no_grad():
-                    params_of(optimizer)[0].fill_(3.0)
-        anew._plan = None
-        run(kept, 1, step)
-        run(anew, 1, step)
-    assert_same(snapshot(kept), snapshot(anew))
+    def fill(optimizer):
+        with torch.no_grad():
+            params_of(optimizer)[0].fill_(3.0)
+
+    same_as_without_plans(lambda: make("sgd", mode), fill)
 
 
 def channels_last(grad):
@@ -236,63 +241,50 @@ def expanded(grad):
 
 @pytest.mark.parametrize("form", [channels_last, expanded], ids=lambda form: form.__name__)
 def test_gradients_of_another_form_are_seen(form):
-    kept, anew = (BY_NAME["adam"](parameters()) for _ in range(2))
-    for step in range(6):
-        for optimizer in (kept, anew):
-            optimizer.zero_grad()
-            grads = gradients(params_of(optimizer), step)
-            give(params_of(optimizer), [form(g) for g in grads] if step in (2, 4, 5) else grads)
-            anew._plan = None
-            optimizer.step()
-    assert_same(snapshot(kept), snapshot(anew))
+    def step_by(optimizer, step):
+        optimizer.zero_grad()
+        grads = gradients(params_of(optimizer), step)
+        give(params_of(optimizer), [form(g) for g in grads] if step in (2, 4, 5) else grads)
+        optimizer.step()
+
+    same_as_without_plans(lambda: BY_NAME["adam"](parameters()), step_by=step_by)
 
 
 def test_parameters_that_go_over_to_channels_last_are_seen():
     """As ``model.to(memory_format=...)`` leaves them: gradients that are zeroed in place keep the old layout."""
-    kept, anew = (BY_NAME["adam"]([nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]) for _ in "ab")
-    for step in range(6):
-        anew._plan = None
-        for optimizer in (kept, anew):
-            first = params_of(optimizer)[0]
-            if step == 3:
-                first.data = first.data.to(memory_format=torch.channels_last)
-            give(params_of(optimizer), gradients(params_of(optimizer), step))
-            optimizer.step()
-    assert_same(snapshot(kept), snapshot(anew))
+
+    def change(optimizer):
+        first = params_of(optimizer)[0]
+        first.data = first.data.to(memory_format=torch.channels_last)
+
+    params = lambda: [nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]  # noqa: E731
+    same_as_without_plans(lambda: BY_NAME["adam"](params()), change)
 
 
-def test_a_sparse_gradient_is_refused_and_nothing_changes():
+@pytest.mark.parametrize("what", ["sparse", "lr"])
+def test_what_is_refused_changes_nothing(what):
+    """A sparse gradient, an lr of several elements."""
     optimizer = BY_NAME["adam"](parameters())
     run(optimizer, 3)
     before = snapshot(optimizer)
     give(params_of(optimizer), gradients(params_of(optimizer), 3))
-    params_of(optimizer)[0].grad = torch.ones(3, 5).to_sparse()
-    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[0\]"):
+    if what == "lr":
+        optimizer.param_groups[0]["lr"] = torch.ones(2)
+    else:
+        params_of(optimizer)[0].grad = torch.ones(3, 5).to_sparse()
+    with pytest.raises(AmpError, match="lr" if what == "lr" else r"param_groups\[0\]\['params'\]\[0\]"):
         optimizer.step()
-    assert_same(snapshot(optimizer), before)
-
-
-def test_an_lr_of_several_elements_is_refused_and_nothing_changes():
-    optimizer = BY_NAME["adam"](parameters())
-    run(optimizer, 3)
-    before = snapshot(optimizer)
-    optimizer.param_groups[0]["lr"] = torch.ones(2)
-    with pytest.raises(AmpValueError, match="lr"):
-        run(optimizer, 1)
     assert_same(snapshot(optimizer), before)
 
 
 def test_other_masters_are_seen():
     """``reduced_precision_dtype`` decides who has a master."""
-    kept, anew = (BY_NAME["mixed-lamb"](parameters(torch.bfloat16)) for _ in range(2))
-    for step in range(5):
-        if step == 3:
-            kept.reduced_precision_dtype = anew.reduced_precision_dtype = torch.bfloat16
-        anew._plan = None
-        run(kept, 1, step)
-        run(anew, 1, step)
+
+    def change(optimizer):
+        optimizer.reduced_precision_dtype = torch.bfloat16
+
+    kept = same_as_without_plans(lambda: BY_NAME["mixed-lamb"](parameters(torch.bfloat16)), change)
     assert "master_param" in kept.state[params_of(kept)[0]]
-    assert_same(snapshot(kept), snapshot(anew))
 
 
 def test_masters_with_other_models_are_seen():
@@ -358,15 +350,27 @@ class Mine(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", ["subclass", "negating"])
-@with_plans
-def test_what_is_no_plain_tensor_is_not_held(kind):
+def test_what_is_no_plain_tensor_is_stepped_as_one(kind):
     negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
     optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
     run(optimizer, 3)
-    assert optimizer._plan is None or optimizer._plan._calls[0]._held in (None, (None, {}))
     plain = FusedAdam([nn.Parameter(torch.ones(3))])
     run(plain, 3)
     assert_same(snapshot(optimizer), snapshot(plain))
-    members, lists = plain._plan._calls[0]._held
-    held = [isinstance(tensors, HeldTensors) for tensors in (members, *lists.values())]
-    assert any(held) == ("cpu" in extension.backends)
+
+
+KEEPING = [{"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}]
+
+
+@pytest.mark.parametrize("make", [*(partial(FusedAdam, **o) for o in KEEPING), partial(SplitMasters, torch.optim.Adam)])
+def test_a_parameter_that_has_left_is_let_go(make):
+    params = parameters(torch.bfloat16)
+    optimizer = make(params)
+    run(optimizer, 2)
+    last = optimizer.param_groups[0]["params"].pop()
+    optimizer.state.pop(last)
+    left = weakref.ref(last)
+    del params, last
+    run(optimizer, 2)
+    gc.collect()
+    assert left() is None

@@ -16,7 +16,7 @@ import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from ampctx.weights.pending import MasterParam, ModelGrads
+from ampctx.weights.pending import MasterParam, Pending, Place
 from ampctx.weights.step import Step
 
 FLAGS = {
@@ -207,8 +207,16 @@ def test_a_closure_and_a_grad_scaler_in_one_step(name):
 
 def amp_masters(dtype):
     """Model weights and masters as ampctx.amp keeps them."""
-    models = parameters(dtype)
-    return models, [MasterParam(p.detach().float().clone(memory_format=torch.preserve_format)) for p in models]
+    models, place = parameters(dtype), Place()
+    values = [p.detach().float().clone(memory_format=torch.preserve_format) for p in models]
+    return models, [MasterParam(value, place=place) for value in values]
+
+
+def pending_of(grads, inv_scale=1.0):
+    """Gradients that wait for the step, by master."""
+    place = next(iter(grads)).place
+    place.pending = Pending(list(grads), place, list(grads.values()), inv_scale, FoundInf())
+    return place.pending
 
 
 @pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
@@ -255,12 +263,12 @@ def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
     give(params_of(plain), [g.float() for g in grads])
     masters[0].grad = grads[0].float() * 4
     waiting = {m: g * (64 * 4) for m, g in zip(masters[1:], grads[1:], strict=True)}
-    pending = ModelGrads(list(waiting), list(waiting.values()), inv_scale, FoundInf())
+    pending = pending_of(waiting, inv_scale)
     optimizer.grad_scale = torch.tensor(4.0)
     with OpCalls() as calls:
         optimizer.step(given=Step(models=dict(zip(masters, models, strict=True)), pending=pending))
     plain.step()
-    assert masters[1].model_grads is pending, "the gradients were made fp32 tensors"
+    assert masters[1].place.pending is pending, "the gradients were made fp32 tensors"
     # The norm of LAMB's gradients is summed in another order.
     rtol = 1e-6 if "lamb" in name else 0
     torch.testing.assert_close(snapshot(optimizer), snapshot(plain), rtol=rtol, atol=rtol)
@@ -271,7 +279,7 @@ def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
     _, masters = amp_masters(torch.bfloat16)
     owner = FusedLAMB(masters[:3], max_grad_norm=0.5)
     grads = {m: g.bfloat16() for m, g in zip(masters, gradients(masters, 0), strict=True)}
-    pending = ModelGrads(list(grads), list(grads.values()), 1.0, FoundInf())
+    pending = pending_of(grads)
     plain = FusedLAMB([nn.Parameter(m.detach().clone()) for m in masters[:3]], max_grad_norm=0.5)
     give(plain.param_groups[0]["params"], [g.float() for g in list(grads.values())[:3]])
     owner.step(given=Step(pending=pending))

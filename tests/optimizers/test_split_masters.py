@@ -324,6 +324,6 @@ def test_a_damaged_remainder_is_refused_before_anything_changes(damaged):
     step_both(plain, ours, 2)
     state, before = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours.state_dict())
     state["state"][0]["remainder"] = damaged(state["state"][0]["remainder"])
-    with pytest.raises(ampctx.AmpValueError, match=r"'remainder' of param_groups\[0\]\['params'\]\[0\] is of"):
+    with pytest.raises(ampctx.AmpValueError, match=r"'remainder' of param_groups\[0\].* (is of|has shape)"):
         ours.load_state_dict(state)
     assert_same(ours.state_dict()["state"], before["state"])

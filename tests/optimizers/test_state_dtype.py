@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot, with_plans
+from kit import assert_same, params_of, snapshot
 from kit import through_a_file as saved
 from optimizer_cases import BY_NAME, give, gradients, like, parameters, run
 from torch import nn
@@ -391,18 +391,6 @@ def test_with_a_grad_scaler_as_without():
                 optimizer.step()
         results.append(snapshot(optimizer))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("options", [{}, {"capturable": True}])
-@with_plans
-def test_kept_calls_are_as_new_ones(options):
-    kept, anew = (make("adam", "8bit", **options) for _ in range(2))
-    for step in range(4):
-        run(kept, 1, first=step)
-        anew._plan = None
-        run(anew, 1, first=step)
-    assert kept._plan is not None
-    assert_same(snapshot(kept), snapshot(anew))
 
 
 def test_numbers_are_made_once():
