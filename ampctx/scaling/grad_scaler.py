@@ -330,8 +330,7 @@ class GradScaler(torch.amp.GradScaler):
             return result
         if "closure" in kwargs or any(map(callable, args)):
             raise AmpError(
-                "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
-                "step()."
+                "Closure use is not currently supported if GradScaler is enabled. Run backward before step()."
             )
         parameters = _params(optimizer)
         with self._begun("step", optimizer) as (scale, state):
@@ -346,8 +345,7 @@ class GradScaler(torch.amp.GradScaler):
             steps, result = self._steps_of(optimizer), None
             # Trust other classes. torch's optimizers may have groups that are not fused.
             is_torchs = getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
-            by_device = declares(optimizer, "_step_supports_amp_scaling")
-            by_device = by_device and (not is_torchs or skips_by_itself(optimizer))
+            by_device = skips_by_itself(optimizer) if is_torchs else declares(optimizer, "_step_supports_amp_scaling")
             if "not_agreed" in state or (not by_device and state["stage"] is OptState.READY):
                 self.unscale_(optimizer)
             losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
@@ -529,16 +527,14 @@ class GradScaler(torch.amp.GradScaler):
         if (scale := self._loss_scale) is None:
             return
         if formats.is_amp_state(state_dict):
-            entry = formats.only_amp_entry(state_dict)
-            return scale.load_state_dict(entry)
+            return scale.load_state_dict(formats.only_amp_entry(state_dict))
         saved = formats.read_grad_scaler_state(state_dict)
         own = {name: formats.plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
         hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
         left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)
         super().load_state_dict(saved)
-        scale.hysteresis, scale.until_check = hysteresis, 0
-        scale.min_scale, scale.max_scale = bounds
+        (scale.min_scale, scale.max_scale), scale.hysteresis, scale.until_check = bounds, hysteresis, 0
         scale.set_hysteresis_left(left)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -98,8 +98,7 @@ class LossScale:
         min_scale, max_scale: bounds for ``update``. A dynamic ``init_scale`` must be within them.
         hysteresis: overflows in a row before the scale falls, >= 1.
 
-    Raises:
-        AmpTypeError, AmpValueError: an argument outside these bounds, by name.
+    Raises AmpTypeError or AmpValueError for an argument outside these bounds, by name.
     """
 
     scale: Tensor | None = None
@@ -146,8 +145,7 @@ class LossScale:
         """The scale for ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
         A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
-        value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
-        """
+        value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound."""
         if loss_scale == DYNAMIC:
             low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
             return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
@@ -171,10 +169,6 @@ class LossScale:
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
-    def tensor(self, device: torch.device) -> Tensor:
-        """The scale itself, which updates change in place. Created on ``device`` if there is none yet."""
-        return self._state(device)[0]
-
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor, FoundInf]:
         """The factors of a block for its loss and its gradients, which later updates do not change. And the flags of
         its gradients, which nobody reads for a static scale without an observer.
@@ -184,7 +178,7 @@ class LossScale:
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
         if fresh or self._factors is None:
-            scale = self.tensor(device) if self.scale is None else self.scale
+            scale = self.scale if self.scale is not None else self.tensors(device)[0]
             copy, inverse, found_inf.clear = ops.block_factors(scale)
             self._factors = PerDevice(copy), PerDevice(inverse)
         return *self._factors, found_inf
@@ -215,7 +209,7 @@ class LossScale:
 
         With the bits of the scale in two halves, and their squares, to find a scale that differs. Sums of these
         integers are exact."""
-        bits = move(self._state(found_inf.device)[0], found_inf.device).view(torch.int32)
+        bits = move(self.tensors(found_inf.device)[0], found_inf.device).view(torch.int32)
         halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
         flag = found_inf.detach().reshape(()) != 0
         return torch.cat((torch.stack((flag, torch.ones_like(flag))).double(), halves, halves * halves))
@@ -235,10 +229,10 @@ class LossScale:
         if joined.is_cpu or (self.until_check == 0 and not captures):
             self.until_check = CHECKED_EVERY
             if differ.item():
+                here = f"This is {' and '.join(map(ranks_of, groups))}, and has {self.value()}."
                 raise AmpRankError(
-                    f"{call}: loss scales differ between ranks. This is {' and '.join(map(ranks_of, groups))}, and has "
-                    f"{self.value()}. Load the same amp.state_dict() on every rank. See "
-                    "docs/errors.md#differ-between-ranks."
+                    f"{call}: loss scales differ between ranks. {here} Load the same amp.state_dict() on every rank. "
+                    "See docs/errors.md#differ-between-ranks."
                 )
         self.until_check = max(0, self.until_check - 1)
         return ((joined[0] > 0) | differ).float()
@@ -246,7 +240,7 @@ class LossScale:
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
         A static scale only counts updates with a clear flag."""
-        scale, growth_tracker, _ = self._state(found_inf.device)
+        scale, growth_tracker, _ = self.tensors(found_inf.device)
         if found_inf.device != scale.device:
             found_inf = move(found_inf, scale.device)
         if self.dynamic:
@@ -259,11 +253,11 @@ class LossScale:
         self._factors = None  # first: an exception must not leave outdated copies
         rule: Any = self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis
         bounds: Any = self.min_scale, self.max_scale
-        return ops.ScaleUpdate(*self._state(device), *rule, *bounds)
+        return ops.ScaleUpdate(*self.tensors(device), *rule, *bounds)
 
     def count_clean(self, device: torch.device) -> None:
         """``update`` of a static scale with a clear flag."""
-        self._state(device)[1].add_(1)
+        self.tensors(device)[1].add_(1)
 
     # --- on the host ------------------------------------------------------------------------------------------------
 
@@ -283,7 +277,7 @@ class LossScale:
         if isinstance(value, Tensor) and (not self.dynamic or value.numel() != 1):
             raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
         if isinstance(value, Tensor) and not self.is_held:
-            scale = self.tensor(value.device)
+            scale = self.tensors(value.device)[0]
             # To fp32 first: values out of its range become 0 or inf.
             new = move(value.detach().reshape(()).to(torch.float32), scale.device)
             scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
@@ -326,8 +320,9 @@ class LossScale:
         self.set_unskipped(entry["unskipped"])
         self.set_hysteresis_left(entry.get("hysteresis", self.hysteresis))
 
-    def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors. Creates missing ones, the first on ``device``."""
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Scale, growth tracker and hysteresis tracker, which updates change in place. Creates missing ones: the scale
+        on ``device``, the others beside it."""
         if self.scale is None:
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         at = self.scale.device

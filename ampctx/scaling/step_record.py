@@ -180,7 +180,7 @@ class StepRecord:
             for loss_id, (scale, flag) in flags.items():
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
                 device = numbers.device
-                found, raised, value = (move(t, device) for t in (found_inf, flag, scale.tensor(device)))
+                found, raised, value = (move(t, device) for t in (found_inf, flag, scale.tensors(device)[0]))
                 ops.count_skip(numbers, found, raised, value, slot, is_first)
                 is_first = False
         return outcome
