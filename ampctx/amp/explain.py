@@ -32,8 +32,6 @@ _CONVOLUTIONS = {"convolution", "convolution_overrideable"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "cudnn_rnn"}
 _PRODUCTS = _MATRIX_PRODUCTS | _CONVOLUTIONS | _RECURRENT | {"mv", "addmv", "mkldnn_linear"}
 _ATTENTION = "scaled_dot_product"
-# The number of places that a hint names.
-_NAMED = 3
 _MISFITS = "no tensor cores: dims not multiple of 8"
 _AGAIN = "weights cast again (autocast keeps casts of fp32 weights that require grad, in a forward)"
 _FP32_PRODUCTS = "matrix products or convolutions left in fp32"
@@ -199,14 +197,13 @@ def _write_back(storage: torch.UntypedStorage, content: torch.UntypedStorage) ->
 
 
 def _refill(value: Any, content: Any) -> None:
+    def ids(value: Any) -> list[int]:
+        return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
+
     # Leave unchanged ones alone: some subclasses cannot be written to.
-    if _ids(value) != _ids(content):
+    if ids(value) != ids(content):
         value.clear()
         value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _ids(value: Any) -> list[int]:
-    return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -224,21 +221,15 @@ def _storage(t: Tensor) -> torch.UntypedStorage | None:
     return t.untyped_storage() if t.untyped_storage().data_ptr() else None
 
 
-def _is_real(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
 class _Recorder(TorchDispatchMode):
     # Without it torch refuses flex_attention and similar ops under a mode.
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Names of parameters and buffers, by the address of their storage.
-        self._weights: dict[int, str] = {}
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
-            if (storage := _storage(t)) is not None:
-                self._weights.setdefault(storage.data_ptr(), name)
+        # Names of parameters and buffers, by the address of their storage. The first name of each counts.
+        named = [(name, _storage(t)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+        self._weights = {each.data_ptr(): name for name, each in reversed(named) if each is not None}
         self._names = {module: name for name, module in model.named_modules()}
         self._path: list[nn.Module] = []
         self._ops: Counter[tuple[str, str]] = Counter()
@@ -270,16 +261,16 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
-        operands = [t for t in _tensors((args, kwargs)) if _is_real(t)]
+        operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point() or t.is_complex()]
         if not operands or op in _BOOKKEEPING or (result is not None and not _tensors(result)):  # a size or a number
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
-            if _is_real(target) and target.dtype != source.dtype:
+            if (target.is_floating_point() or target.is_complex()) and target.dtype != source.dtype:
                 cast = self._casts.setdefault((_name(source.dtype), _name(target.dtype)), [0, 0])
                 cast[:] = cast[0] + 1, cast[1] + source.numel() * (source.itemsize + target.itemsize)
-                storage = _storage(source)
-                if storage is not None and (name := self._weights.get(storage.data_ptr())) is not None:
+                if (storage := _storage(source)) is not None and storage.data_ptr() in self._weights:
+                    name = self._weights[storage.data_ptr()]
                     part = name, source.data_ptr(), source.shape
                     self._weight_casts[part] += 1
                     if (n := self._weight_casts[part]) > 1:
@@ -298,12 +289,10 @@ class _Recorder(TorchDispatchMode):
                 self._hints[_MISFITS][f"{call} ({misfit})"] += 1
 
     def explanation(self) -> Explanation:
+        ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
-        return Explanation(
-            [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()],
-            sorted(casts, key=lambda cast: -cast.bytes),
-            [f"{text}: {_listed(calls)}" for text, calls in self._hints.items() if calls],
-        )
+        hints = [f"{text}: {_listed(calls)}" for text, calls in self._hints.items() if calls]
+        return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -311,25 +300,21 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _listed(calls: Counter[str]) -> str:
-    shown = [call + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:_NAMED]]
-    return ", ".join(shown + [f"{len(calls) - _NAMED} more"] * (len(calls) > _NAMED))
+    shown = [call + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:3]]
+    return ", ".join(shown + [f"{len(calls) - 3} more"] * (len(calls) > 3))
 
 
 def _misfit(op: str, args: tuple) -> str:
     """The shapes of a product with a dimension that tensor cores have no tile for, "" if all fit."""
-    tensors = _tensors(args)
+    tensors, dims, shapes = _tensors(args), list[int](), ""
     if any(t.is_nested for t in tensors):
         return ""
     sizes = ["x".join(map(str, t.shape)) for t in tensors]
     if op in _MATRIX_PRODUCTS:
-        dims, shapes = (*tensors[-2].shape[-2:], tensors[-1].shape[-1]), " @ ".join(sizes[-2:])
+        dims, shapes = [*tensors[-2].shape[-2:], tensors[-1].shape[-1]], " @ ".join(sizes[-2:])
     elif op in _CONVOLUTIONS:
-        weight, groups = args[1], args[8]
-        dims = weight.shape[0] // groups, weight.shape[1]
-        shapes = f"weight {sizes[1]}" + (f", {groups} groups" if groups > 1 else "")
+        dims = [args[1].shape[0] // args[8], args[1].shape[1]]
+        shapes = f"weight {sizes[1]}" + (f", {args[8]} groups" if args[8] > 1 else "")
     elif op.startswith(_ATTENTION):
-        dims = args[0].shape[-1], args[2].shape[-1]
-        shapes = f"heads of {dims[0]}"
-    else:
-        return ""
+        dims, shapes = [args[0].shape[-1], args[2].shape[-1]], f"heads of {args[0].shape[-1]}"
     return shapes if any(d % 8 for d in dims) else ""

@@ -107,11 +107,9 @@ def fully_shard(
     for module in sorted(inner_first, key=lambda m: not isinstance(m, ParametrizationList)):
         if is_fully_sharded(module):
             continue
-        given = policy
-        if module in hand_over:
-            given = fsdp.MixedPrecisionPolicy(output_dtype=low)
-        elif kept is not None and module in kept.modules:
-            given = fsdp.MixedPrecisionPolicy()
+        in_fp32 = module in hand_over or (kept is not None and module in kept.modules)
+        output = low if module in hand_over else None
+        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if in_fp32 else policy
         try:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
         except ValueError as error:
@@ -146,10 +144,10 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
 def _found(model: nn.Module, entries: tuple[Any, ...]) -> set[nn.Module]:
     chosen: set[nn.Module] = set()
     for entry in entries:
-        found = {m for m in model.modules() if m is entry or (isinstance(entry, type) and isinstance(m, entry))}
-        if not found:
-            kind = entry if isinstance(entry, type) else type(entry)
-            raise AmpValueError(f"fully_shard: units has a {kind.__name__} that is no module of the model.")
+        is_class = isinstance(entry, type)
+        if not (found := {m for m in model.modules() if m is entry or (is_class and isinstance(m, entry))}):
+            name = (entry if is_class else type(entry)).__name__
+            raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
         chosen |= found
     return chosen
 
@@ -231,14 +229,12 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
                 sums += [(unit, (wanted if lacks else given).reduce_dtype)] * bool(unit.params)
         except UnknownTorchError:
             raise _unknown_torch(unit, wanted) from None
-    if different := _different(meshes):
-        (one, ranks), (other, others) = different
+    for one, ranks, other, others in _different(meshes):
         raise _refused(
             f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
             "step. Pass the same mesh to each fully_shard."
         )
-    if different := _different(sums):
-        (one, dtype), (other, another) = different
+    for one, dtype, other, another in _different(sums):
         raise _refused(
             f"{one} and {other} have several policies: gradients are summed in {dtype} and in {another}. Pass one "
             f"policy to each fully_shard:{_lines(wanted)}"
@@ -306,9 +302,9 @@ def _in_no_unit(name: str, low: torch.dtype | None) -> AmpError:
     )
 
 
-def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any]]:
-    """The first entry, and one with another value. Empty if all are alike."""
-    return next(([found[0], entry] for entry in found if entry[1] != found[0][1]), [])
+def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any]]:
+    """The first entry with each that has another value."""
+    return [(*found[0], *entry) for entry in found if entry[1] != found[0][1]]
 
 
 def _lines(wanted: Any) -> str:
