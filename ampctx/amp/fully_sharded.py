@@ -156,18 +156,14 @@ def _found(model: nn.Module, entries: tuple[Any, ...]) -> set[nn.Module]:
 
 
 class Sharded(NamedTuple):
-    """What ``initialize`` does to a sharded model in place of casting it.
+    """What ``initialize`` does to a sharded model in place of casting it."""
 
-    Attributes:
-        policy: what units without a policy get.
-        without: these units.
-        kept: fp32 modules that are units, and hand their outputs over in 16 bits.
-        casts_outputs: whether the policy of the model itself has an ``output_dtype``. The level's comes after it.
-    """
-
+    # What the units without a policy get.
     policy: Any
     without: list[Unit]
+    # fp32 modules that are units, and hand their outputs over in 16 bits.
     kept: list[nn.Module]
+    # Whether the policy of the model itself has an ``output_dtype``. The level's comes after it.
     casts_outputs: bool
 
     def apply(self, undo: ExitStack) -> None:
@@ -182,13 +178,9 @@ class Sharded(NamedTuple):
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
-    """Checks the units of a model against the level. Changes nothing, no host sync.
+    """Checks the units of a model against the level: AmpError names what does not fit. Changes nothing, no host sync.
 
-    Returns:
-        None if the model has no units, or the level does not cast weights to 16 bits, or has to keep masters of none.
-
-    Raises:
-        AmpError: the level does not work with these units, by the name of the unit or the parameter.
+    None if the model has no units, or the level does not cast weights to 16 bits, or has to keep masters of none.
     """
     low = policy.input_dtype
     if low not in LOW_PRECISION:
@@ -245,11 +237,8 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
 
 def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
     """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
-    that keeps a parameter in fp32, by id.
-
-    Raises:
-        AmpError: the policy is of another level, two dtypes share the unit, or a unit without policy has run.
-    """
+    that keeps a parameter in fp32, by id. AmpError if the policy is of another level, two dtypes share the unit, or a
+    unit without policy has run."""
     floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]

@@ -165,7 +165,7 @@ class LeftGrads:
         """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
-            self.joined = self._untouched(params)
+            self.joined = self._untouched(params) if self.marks else []
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
@@ -180,7 +180,7 @@ class LeftGrads:
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of the marks whose gradient is there unchanged. Forgets the others. No host sync."""
         found = []
-        for p in [p for p in params if id(p) in self.marks] if self.marks else ():
+        for p in [p for p in params if id(p) in self.marks]:
             reference, version = self.marks[id(p)]
             if (g := p.grad) is not None and reference() is g and version_of(g) == version:
                 found.append((p, g))

@@ -69,6 +69,11 @@ class Block:
     ending: bool = False
     facts: BlockFacts | None = None
 
+    def abandon(self) -> None:
+        # In reverse: of optimizers that share a parameter, the first one has set its gradient aside.
+        for binding, depth in reversed(self.opened):
+            binding.abandon(depth, self.ending)
+
 
 class AmpSession:
     """Mixed-precision training with apex.amp's API. Several sessions can exist side by side.
@@ -294,10 +299,8 @@ class AmpSession:
                 if policy.master_weights == "split":
                     split_weights.begin(undo, optimizer, originals)
                 masters = MasterParams(optimizer, policy.keeps_masters, originals, taken, names)
-                bound[optimizer] = OptimizerBinding(
-                    *(optimizer, masters, scales, self._casts, make_steps(), names),
-                    *(self._with_masters, self._events),
-                )
+                given = scales, self._casts, make_steps(), names, self._with_masters, self._events
+                bound[optimizer] = OptimizerBinding(optimizer, masters, *given)
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], policy.keeps_masters)
             run = RunFacts(optimizers, names, [scale.moves for scale in scales], self._log.warn_once)
@@ -445,13 +448,13 @@ class AmpSession:
                 tell(self._events.left, block.facts)
             self._leave(block)
         except BaseException:
-            self._abandon(block)
+            block.abandon()
             raise
         finally:
             try:
                 self._thread.leave_block()
             except BaseException:
-                self._abandon(block)
+                block.abandon()
                 raise
 
     def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
@@ -459,10 +462,8 @@ class AmpSession:
         # An optimizer keeps those of its own initialize.
         scales = bindings[0].loss_scales if bindings else self.loss_scales
         if not -len(scales) <= loss_id < len(scales):
-            raise AmpIndexError(
-                f"scale_loss: loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize. Pass the "
-                "number of losses there."
-            )
+            given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
+            raise AmpIndexError(f"scale_loss: {given}. Pass the number of losses there.")
         return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
 
     @outside_of_graphs
@@ -516,12 +517,6 @@ class AmpSession:
         flag = found_inf.joined(block.device)
         self._conclude(bindings, scale, block.loss_id, flag, delay, found_inf.is_updated)
 
-    @staticmethod
-    def _abandon(block: Block) -> None:
-        # In reverse: of optimizers that share a parameter, the first one has set its gradient aside.
-        for binding, depth in reversed(block.opened):
-            binding.abandon(depth, block.ending)
-
     def _conclude(
         self,
         bindings: list[OptimizerBinding],
@@ -531,10 +526,8 @@ class AmpSession:
         delay: bool,
         is_updated: bool = False,
     ) -> None:
-        """Sets ``found_inf`` for the next steps and updates the scale, or leaves the update to a later block.
-
-        ``is_updated``: the check has updated the scale.
-        """
+        """Sets ``found_inf`` for the next steps. Updates the scale, which the check may have done (``is_updated``), or
+        leaves that to a later block."""
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
@@ -566,8 +559,7 @@ class AmpSession:
         return is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
 
     def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
-        """Whether another optimizer has a parameter of these bindings, too. Such gradients cannot stay scaled for one
-        of them only."""
+        """Whether another optimizer has a parameter of these, too: its gradient cannot stay scaled for one of them."""
         if len(self._bindings) < 2:
             return False
         owners = Counter(id(p) for b in self._bindings.values() for p in b.masters.params_without_master)
@@ -907,10 +899,8 @@ class AmpSession:
     # --- casts -------------------------------------------------------------------------------------------------------
 
     def cast_ops(self, autocast: Autocast) -> Undo:
-        """Switches on the casts per op, including those of registered functions.
-
-        Returns the undo, which may be called more than once; ``reset`` calls it, too.
-        """
+        """Switches on the casts per op, including those of registered functions. Returns the undo, which may be called
+        more than once; ``reset`` calls it, too."""
         with ExitStack() as stack:
             stack.callback(autocast.enable())
             # After enable(), so that the casts of a registered function run first.

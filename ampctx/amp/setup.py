@@ -82,10 +82,8 @@ def cast_models(
     kept: KeptModules,
     sharded: Mapping[nn.Module, Sharded],
 ) -> dict[Tensor, Tensor]:
-    """Casts weights, inputs and outputs as the level says. Returns the former data of parameters and buffers.
-
-    Leaves the weights of ``sharded`` models, which ``fully_shard`` casts.
-    """
+    """Casts weights, inputs and outputs as the level says, but for the weights of ``sharded`` models, which
+    ``fully_shard`` casts. Returns the former data of parameters and buffers."""
     originals: dict[Tensor, Tensor] = {}
     for model in models:
         if model in sharded:

@@ -26,13 +26,7 @@ _KEY = EXTRAS["split"]
 
 
 def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -> None:
-    """Checks that all of these optimizers can keep split masters. ``bindings``: those that are under amp already.
-
-    Raises:
-        AmpTypeError: a class that keeps none.
-        AmpValueError: options of the optimizer that exclude them.
-        AmpError: a parameter without values (of a lazy module), or one that two optimizers step.
-    """
+    """Raises AmpError if one of these optimizers cannot keep split masters. ``bindings``: those under amp already."""
     call, stepped = 'master_weights="split"', {id(p) for _, b in bindings.items() for p in b.model_params()}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer)
@@ -41,9 +35,8 @@ def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -
             if optimizer.master_weights is True or optimizer.write_back != "nearest":
                 option = "master_weights" if optimizer.master_weights is True else "write_back"
                 raise AmpValueError(
-                    f"{which} has {option}={getattr(optimizer, option)!r}, "
-                    "which keeps or rounds weights in another way. Leave that out, or pass master_weights=False to "
-                    "amp.initialize."
+                    f"{which} has {option}={getattr(optimizer, option)!r}, which keeps or rounds weights in another "
+                    "way. Leave that out, or pass master_weights=False to amp.initialize."
                 )
         elif not isinstance(optimizer, SplitMasters):
             fix = "Pass an optimizer of ampctx that takes master_weights, SplitMasters with a class of torch.optim"
@@ -79,16 +72,13 @@ def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -
     for p in _low(optimizer):
         if p not in originals:
             continue
-        # Of an earlier cast.
-        optimizer.state.get(p, {}).pop(_KEY, None)
+        optimizer.state.get(p, {}).pop(_KEY, None)  # of an earlier cast
         if is_distributed():
-            # As the masters of other levels: a broadcast makes only the models of the ranks equal.
-            continue
+            continue  # as other masters: a broadcast makes only the models of the ranks equal
         high, low = split(originals[p].float())
         rest = torch.empty_like(p, dtype=torch.int16, device="cpu" if on_host else None, requires_grad=False)
         optimizer.state[p][_KEY] = rest.copy_(low)
-        # Differs from the cast half way between two bf16 numbers.
-        p.copy_(high)
+        p.copy_(high)  # differs from the cast half way between two bf16 numbers
 
 
 @torch.no_grad()
@@ -99,8 +89,7 @@ def _end(reference: weakref.ref[Any], former: Any) -> None:
     optimizer.masters_follow_model()
     for p in _low(optimizer):
         state = optimizer.state.get(p, {})
-        exact = joined(p, state)
-        if exact is not None:
+        if (exact := joined(p, state)) is not None:
             p.data = exact.to(p.device)
         set_dtype(p, torch.float32)
         if state.pop(_KEY, None) is not None and not state:
