@@ -1,4 +1,15 @@
-"""AmpSession: one configuration of mixed-precision training. ``ampctx.amp`` binds the methods of a default session."""
+"""AmpSession: one configuration of mixed-precision training. ``ampctx.amp`` binds the methods of a default session.
+
+What it makes true of a training loop::
+
+    initialize(model, optimizer)        the model's weights in 16 bits; fp32 masters in their places in the optimizer
+    with scale_loss(loss, optimizer):   sets .grad aside, and yields loss * scale
+        scaled_loss.backward()
+                                        grad / scale, checked for inf and nan; plus what was set aside; the scale moves
+    clip_grad_norm_(master_params(optimizer), 1.0)
+    optimizer.step()                    skipped if a gradient was not finite; else weights = masters, rounded
+    optimizer.zero_grad()
+"""
 
 from __future__ import annotations
 
