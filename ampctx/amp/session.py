@@ -129,8 +129,8 @@ class AmpSession:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
             "an AmpSession cannot be copied or pickled, because it belongs to models and optimizers of this process. "
-            "Make a new AmpSession for the copies, call its initialize(), and load state_dict(masters=True) of this one "
-            "into it."
+            "Make a new AmpSession for the copies, call its initialize(), and load state_dict(masters=True) of this "
+            "one into it."
         )
 
     # --- initialize and reset ----------------------------------------------------------------------------------------
