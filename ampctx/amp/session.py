@@ -280,7 +280,8 @@ class AmpSession:
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps)
+        watchers = self.watchers if verbosity > 0 else []  # which only log
+        self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps, watchers)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else misuse.Initialized((models, optimizers))
 
@@ -293,6 +294,7 @@ class AmpSession:
         optimizers: list[Any],
         scales: list[LossScale],
         make_steps: Callable[[], StepRecord],
+        watchers: list[Callable[[Events, RunFacts], Undo]],
     ) -> None:
         """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
@@ -316,7 +318,7 @@ class AmpSession:
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], policy.keeps_masters)
             run = RunFacts(optimizers, names, [scale.moves for scale in scales], self._log.warn_once)
-            for watch in self.watchers:
+            for watch in watchers:
                 undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
                 # ops_fp32 makes an op safe that autocast refuses in 16 bits.
