@@ -203,12 +203,12 @@ FAULTS = [
         "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
     ),
     Fault(
-        "a nested block adds to what the block around it has set aside", "ampctx",
-        "base = self.frames[0].saved", "base = self.frames[-2 if nested else 0].saved", f"{AMP}nested_blocks.py",
+        "a nested block adds to what the block around it has stashed", "ampctx",
+        "base = self.frames[0].stash", "base = self.frames[-2 if nested else 0].stash", f"{AMP}nested_blocks.py",
     ),
     Fault(
         "a nested block keeps the gradients of the block around it", "ampctx",
-        "of_params = {p: frame.saved.get(p) for p in", "of_params = {p: None for p in", f"{AMP}nested_blocks.py",
+        "of_params = {p: frame.stash.get(p) for p in", "of_params = {p: None for p in", f"{AMP}nested_blocks.py",
     ),
     Fault(
         "ranks add gradients up without dividing", "ampctx",

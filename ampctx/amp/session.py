@@ -3,9 +3,9 @@
 What it makes true of a training loop::
 
     initialize(model, optimizer)        the model's weights in 16 bits; fp32 masters in their places in the optimizer
-    with scale_loss(loss, optimizer):   sets .grad aside, and yields loss * scale
+    with scale_loss(loss, optimizer):   stashes .grad, and yields loss * scale
         scaled_loss.backward()
-                                        grad / scale, checked for inf and nan; plus what was set aside; the scale moves
+                                        grad / scale, checked for inf and nan; plus the stash; the scale moves
     clip_grad_norm_(master_params(optimizer), 1.0)
     optimizer.step()                    skipped if a gradient was not finite; else weights = masters, rounded
     optimizer.zero_grad()
@@ -81,7 +81,7 @@ class Block:
     facts: BlockFacts | None = None
 
     def abandon(self) -> None:
-        # In reverse: of optimizers that share a parameter, the first one has set its gradient aside.
+        # In reverse: of optimizers that share a parameter, the first one has stashed its gradient.
         for binding, depth in reversed(self.opened):
             binding.abandon(depth, self.ending)
 
@@ -499,7 +499,8 @@ class AmpSession:
         for binding in block.bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.enter(block.factor, block.inv_scale)
-        LOADED.clear()
+        if len(LOADED):
+            LOADED.clear()
         for b in idle if not block.scale.is_identity else ():
             block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
 

@@ -300,7 +300,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
             params[i].copy_(value)
         # Makes both agree, so that no resync uses the model's former values.
         binding.masters.copy_to_model()
-        binding.masters.restored()
+        binding.masters.unsure = binding.masters.were_restored = True
         device = params[0].device if params else torch.device("cpu")
         of = {i: scales[max(i, 0)] for i in overflows}  # OUTSIDE_OF_BLOCKS uses the first scale
         flags = {i: (of[i], _flag(overflowed, of[i], device)) for i, overflowed in overflows.items()}

@@ -173,18 +173,15 @@ class OptimizerBinding:
 
     @outside_of_graphs
     @without_grad
-    def refresh(self, weights_final: bool = False) -> None:
-        """Takes over what happened outside of blocks: changed groups, written weights, plain backwards. No host sync.
-
-        ``weights_final``: no broadcast of the model's weights can still come. Before the first block one may.
-        """
-        self._catch_up(weights_final)
+    def refresh(self) -> None:
+        """Takes over what happened outside blocks: changed groups, written weights, plain backwards. No host sync."""
+        self._catch_up(weights_final=False)  # a broadcast of weights may come before the first block
 
     def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.follow_groups()
         self.masters.resync()
         if self.masters.unsure:
-            self.masters.settle(self._optimizer(), weights_final)
+            self.masters.take_broadcast(self._optimizer(), weights_final)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect()
 
@@ -242,7 +239,8 @@ class OptimizerBinding:
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True)
-        LOADED.clear()
+        if len(LOADED):
+            LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():

@@ -1,8 +1,8 @@
 """The gradients of one optimizer, block by block. One rule: every gradient buffer has a scale.
 
 Idle, ``.grad`` of masters and of plain parameters has scale 1. A *frame* (an open ``scale_loss`` block, or a window of
-delayed ones) sets the gradients from before aside; what a backward writes then has the scale of the frame. The end of a
-frame multiplies it by 1 / scale and adds it to the sum of scale 1. An exception puts back what was set aside.
+delayed ones) stashes the gradients from before; what a backward writes then has the scale of the frame. The end of a
+frame multiplies it by 1 / scale and adds it to the sum of scale 1. An exception puts back the stash.
 
 A window leaves scaled gradients in ``.grad``, where autograd adds those of later blocks, because
 DistributedDataParallel must reduce the sum with the last of them. It is the lowest frame, and the next block goes on
@@ -38,7 +38,7 @@ class Frame:
     """An open block, or a window.
 
     scale, inv_scale: the factors of its loss and of its gradients.
-    saved: the gradients from before: of scale 1 in the lowest frame, else of the frame below.
+    stash: the gradients from before: of scale 1 in the lowest frame, else of the frame below.
     is_window: blocks have left their gradients scaled. Then ``loss`` is the latest one's, for the caller, and
         ``scaled`` are the parameters with such gradients.
     window: the window that an open block goes on with, and ``backup``: copies of its gradients.
@@ -46,7 +46,7 @@ class Frame:
 
     scale: Factor
     inv_scale: Factor
-    saved: Grads
+    stash: Grads
     is_window: bool = False
     loss: Any = None
     scaled: list[Tensor] = field(default_factory=list)
@@ -118,10 +118,10 @@ class Frames:
             return
         for p in window.scaled:
             if p.grad is None:  # the program has zeroed it through the model
-                window.saved.pop(p, None)
+                window.stash.pop(p, None)
         # Copies, because the block's backward adds to the gradients of the window in place.
         backup = {p: g.clone() for p, g in here.items()}
-        self.frames[0] = Frame(scale, inv_scale, window.saved, window=window, backup=backup)
+        self.frames[0] = Frame(scale, inv_scale, window.stash, window=window, backup=backup)
         if window.inv_scale is not inv_scale:
             self._rescale(here, product(scale, window.inv_scale))
 
@@ -150,7 +150,7 @@ class Frames:
         frame = self.frames[-1]
         nested = len(self.frames) > 1
         factor = frame.inv_scale if inv_scale is None else inv_scale
-        base = self.frames[0].saved
+        base = self.frames[0].stash
         # New tensors only: an exception here leaves the sums as they were.
         used, sums, of_masters, pending = self._of_masters(factor, found_inf, nested)
         of_params = self._of_params(factor, found_inf, done, check_before, base, last=not sums)
@@ -161,9 +161,9 @@ class Frames:
                 for total in totals:
                     total.__dict__.pop("norm_before_clipping", None)
             tensor_loops.clear_grads(used, False)
-            if nested:  # the sum of scale 1 is what the lowest frame has set aside
+            if nested:  # the sum of scale 1 is the stash of the lowest frame
                 base.update((p, total) for p, total in of_params.items() if total is not None)
-                of_params = {p: frame.saved.get(p) for p in (*self._masters.params_with_master, *of_params)}
+                of_params = {p: frame.stash.get(p) for p in (*self._masters.params_with_master, *of_params)}
             for t, grad in (*of_masters.items(), *of_params.items()):
                 t.grad = grad
             if pending is not None:
@@ -177,7 +177,7 @@ class Frames:
         """Ends the only block, and leaves its gradients scaled for a later one."""
         frame = self.frames[0]
         scaled = [p for p in self._masters.leaves if p.grad is not None]
-        self.frames[:] = [Frame(frame.scale, inv_scale, frame.saved, True, loss, scaled)]
+        self.frames[:] = [Frame(frame.scale, inv_scale, frame.stash, True, loss, scaled)]
 
     def abandon(self, depth: int, ending: bool = False) -> None:
         """Puts back the gradients from before the block that began, or was about to, with ``depth`` blocks open.
@@ -188,7 +188,7 @@ class Frames:
         self.incomplete |= ending and self.depth <= depth
         while self.depth > depth:
             frame = self.frames[-1]
-            before = frame.saved if frame.backup is None else frame.backup
+            before = frame.stash if frame.backup is None else frame.backup
             for p in self._masters.leaves:
                 p.grad = before.get(p)
             self.frames.pop()
@@ -348,7 +348,7 @@ class Frames:
         """Puts back the gradients from before the window. Between blocks."""
         if self.frames:
             for p in self._masters.leaves:
-                p.grad = self.frames[0].saved.get(p)
+                p.grad = self.frames[0].stash.get(p)
             self.frames.clear()
 
     # --- dropping -----------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class Frames:
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was set aside: the program has zeroed the gradients."""
+        """Drops the stash: the program has zeroed the gradients."""
         tensor_loops.clear_grads(self._masters.params_with_master, False)
         if self._masters.place.pending is not None:
             self._masters.place.pending.drop()
@@ -383,7 +383,7 @@ class Frames:
         if self.window is not None:
             self.frames.clear()
         for frame in self.frames:
-            frame.saved.clear()
+            frame.stash.clear()
             if frame.backup is not None:
                 frame.backup.clear()
         self.incomplete = self.stepped = False

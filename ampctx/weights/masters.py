@@ -28,19 +28,13 @@ from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
+from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 # Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
 # an optimizer or is unfrozen then gets all bits.
 LOADED: Any = WeakIdKeyDictionary()
-
-
-@torch.no_grad()
-def resynced(p: Tensor, master: Tensor) -> Tensor:
-    """The master where the model weight is the rounded master, elsewhere the model weight. On the model's device."""
-    master = master.to(p.device)
-    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
 class MasterParams:
@@ -136,8 +130,7 @@ class MasterParams:
         """
         self.resync()
         groups, before = optimizer.param_groups, tensor_loops.members_of(optimizer.param_groups)
-        known = {id(p) for p in (*self.model_of, *self._master_of.values(), *self.params_without_master, *self._frozen)}
-        known |= self._master_of.keys()
+        known = {id(p) for p in (*self.params_without_master, *self._frozen)}
         left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
         # By the ids of both.
         pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}
@@ -357,10 +350,6 @@ class MasterParams:
         if self.pairs:
             self._agreed, self.ahead = self._counts(), False
 
-    def restored(self) -> None:
-        """Notes that a checkpoint has set the masters, and the model to the rounded masters."""
-        self.unsure = self.were_restored = True
-
     @torch.no_grad()
     def resync(self) -> None:
         """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
@@ -392,7 +381,7 @@ class MasterParams:
             self.resync()
 
     @torch.no_grad()
-    def settle(self, optimizer: Any, weights_final: bool) -> None:
+    def take_broadcast(self, optimizer: Any, weights_final: bool) -> None:
         """After a ``resync`` while ``unsure``. ``weights_final``: no broadcast of weights can still come.
 
         Rounds masters that a load has set if a broadcast has written their weights since: ranks that loaded nothing

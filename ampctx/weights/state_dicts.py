@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.masters import ALIVE, LOADED, MasterParams, resynced
+from ampctx.weights.masters import ALIVE, LOADED, MasterParams
+from ampctx.weights.store import resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:

@@ -11,6 +11,13 @@ from torch import Tensor
 from ampctx.kernels.reference_steps import join, spacing, split
 
 
+@torch.no_grad()
+def resynced(p: Tensor, master: Tensor) -> Tensor:
+    """The master where the model weight is the rounded master, elsewhere the model weight. On the model's device."""
+    master = master.to(p.device)
+    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+
+
 class Store(Protocol):
     """One way to keep it: ``mode`` as the ops and ``layout_of`` name it, ``key`` in the state."""
 
@@ -40,7 +47,7 @@ class _CopyStore:
         return kept
 
     def resync(self, p: Tensor, kept: Tensor) -> None:
-        kept.copy_(torch.where(kept.to(p.dtype) == p, kept, p.to(kept.dtype)))
+        kept.copy_(resynced(p, kept))
 
     def divided(self, weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         return weight.to(dtype), weight

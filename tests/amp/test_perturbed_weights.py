@@ -92,7 +92,7 @@ def test_a_first_step_that_was_skipped_may_be_followed_by_another(session):
     training.climb()
 
 
-def spoiled(session, level):
+def half_made(session, level):
     """Trainings with a gradient of 1 whose next block an exception has ended, at each third of its lines in turn."""
     training = Training(session, level)
     training.backward()
@@ -133,7 +133,7 @@ REFUSED = r"(amp.scale_loss|step\(\)) was called after an exception.*optimizer.z
 def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, comes):
     """Without the interrupted block or with it; a refusal names the way out, which works."""
     found = set()
-    for training in spoiled(session, level):
+    for training in half_made(session, level):
         if message := refusal(comes, training):
             assert re.search(REFUSED, message)
             assert training.weights() == [1.0]
@@ -149,7 +149,7 @@ def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, co
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_reset_drops_sums_left_half_made(session, level):
-    for training in spoiled(session, level):
+    for training in half_made(session, level):
         session.reset()
         training.optimizer.step()
         assert set(training.model.weight.flatten().tolist()) in ({1.0}, {0.75}, {0.5})

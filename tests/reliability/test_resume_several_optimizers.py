@@ -192,7 +192,7 @@ def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
         each[0].reset()
 
 
-def test_loading_ends_what_an_interrupted_block_has_spoiled():
+def test_loading_ends_what_an_interrupted_block_has_left_incomplete():
     def made():
         run = started_with_two_losses()
         run[0].loss_scales[0].set(64.0)
