@@ -15,8 +15,7 @@
 
 namespace ampctx::cpu {
 
-constexpr int64_t kBlock = 2048;   // elements: three fp32 lists fit a 32 KB cache
-constexpr int64_t kAtOnce = 16;    // blocks that a function without buffers takes as one, for fewer calls
+constexpr int64_t kAtOnce = 64;    // blocks that a function without buffers takes as one, to read from several pages
 constexpr int64_t kGrain = 32768;  // elements below which a second thread does not pay
 
 struct Block {
@@ -82,7 +81,7 @@ class BlockWalk {
 };
 
 // function(Block) is called from several threads and must not throw. `at_once`: so many neighbouring blocks of a tensor
-// come as one, kAtOnce for a function that has no buffers and no sums of blocks.
+// come as one, kAtOnce for a function without buffers.
 template <class Function>
 void for_each_block(const Context& context, const TensorLists& lists, const Function& function, int64_t at_once = 1) {
   BlockWalk<Function>(lists, function, at_once).run(context);

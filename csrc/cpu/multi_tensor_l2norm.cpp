@@ -18,14 +18,15 @@ void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_
   double* partial = static_cast<double*>(outputs.workspace);
   NonfiniteSeen nonfinite;
   const auto mixed = simd.l2norm_mixed[static_cast<int>(lists.dtype[0])];
-  for_each_block(context, lists, [&](const Block& block) {
+  const auto sum_block = [&](const Block& block) {
     if (mixed) {
       return nonfinite.note(mixed(access.memory(0, block), block.size, inv_scale, &partial[block.number]));
     }
     typename BlockAccess<T>::Buffer buffer;
     const T* x = access.read(0, block, buffer);
     nonfinite.note(arithmetic<T>(simd).l2norm(x, block.size, inv_scale, &partial[block.number]));
-  });
+  };
+  for_each_block(context, lists, sum_block, mixed || access.is_in_place(0) ? kAtOnce : 1);
   nonfinite.report(found_inf);
 
   T* per_tensor = static_cast<T*>(outputs.per_tensor);

@@ -1,5 +1,8 @@
 // The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
 #include "simd.h"
+
+#include <type_traits>
+
 #include "../functors/axpby.h"
 #include "../functors/l2norm.h"
 #include "../functors/scale.h"
@@ -8,8 +11,6 @@
 
 namespace ampctx::cpu {
 namespace {
-
-constexpr uintptr_t kLine = 64;  // bytes of a memory line
 
 // A mask as wide as a value, because loops over values and masks of one width vectorize.
 template <class T>
@@ -22,17 +23,6 @@ template <>
 struct Bits<double> {
   using type = uint64_t;
 };
-
-template <class T>
-bool scale(const T* x, T* out, int64_t n, T factor) {
-  typename Bits<T>::type nonfinite = 0;
-  AMPCTX_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) {
-    nonfinite |= !is_finite(x[i]);
-    out[i] = scale_element(x[i], factor);
-  }
-  return nonfinite == 0;
-}
 
 // Copies a strip past the caches. Memory lines that are written whole need not be read first. Both pointers begin a
 // line.
@@ -58,59 +48,63 @@ void end_streams() {
 #endif
 }
 
-#ifdef __AVX2__
-template <class To>
-constexpr bool kHasVectors = false;
-template <>
-constexpr bool kHasVectors<float> = true;
-template <>
-constexpr bool kHasVectors<Half> = true;
-
-// Casts, checks and scales whole vectors in registers, as many as there are. Returns the number of elements.
-template <bool streams, class From, class To>
-int64_t scale_vectors(const From* x, To* out, int64_t n, float factor, bool& finite) {
-  using Floats = Vector<float>;
-  typedef uint32_t Words __attribute__((vector_size(kVector)));
-  constexpr int kWidth = Floats::kWidth;
+// Casts, checks and scales in registers.
+template <bool streams, class T, class From, class To>
+bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
+  using Values = Vector<T>;
+  typedef typename Bits<T>::type Words __attribute__((vector_size(kVector)));
+  constexpr int kWidth = Values::kWidth;
+  const auto factors = typename Values::Type{} + factor;
   Words largest = {};  // of the magnitudes as integers: inf and nan are above all numbers
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    const Floats::Type values = Floats::load(x + i);
-    const Words magnitudes = bits_as<Words>(values) & 0x7fffffffu;
+  const auto scale = [&](const From* from) __attribute__((always_inline)) {
+    const typename Values::Type values = Values::load(from);
+    const Words magnitudes = bits_as<Words>(values) & (~typename Bits<T>::type{0} >> 1);
     largest = magnitudes > largest ? magnitudes : largest;
-    Floats::template store<streams>(values * factor, out + i);
-  }
-  for (int lane = 0; lane < kWidth; ++lane) finite = finite && largest[lane] < 0x7f800000u;
-  return i;
+    return scale_element(values, factors);
+  };
+  for_each_strip<kStreams>(n, [&](int64_t first, int64_t size) {
+    int64_t i = 0;
+    prefetch(x, first, n);
+    for (; i + kWidth <= size; i += kWidth) Values::template store<streams>(scale(x + first + i), out + first + i);
+    if (i == size) return;
+    From rest[kWidth] = {};
+    To scaled[kWidth];
+    memcpy(rest, x + first + i, static_cast<size_t>(size - i) * sizeof(From));
+    Values::template store<false>(scale(rest), scaled);
+    memcpy(out + first + i, scaled, static_cast<size_t>(size - i) * sizeof(To));
+  });
+  bool finite = true;
+  for (int lane = 0; lane < kWidth; ++lane) finite = finite && largest[lane] < kExponent<T>;
+  return finite;
 }
-#endif
+
+template <class T>
+bool scale(const T* x, T* out, int64_t n, T factor) {
+  return scale_vectors<false>(x, out, n, factor);
+}
 
 template <class From, class To>
 bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % kLine == 0;
+  const From* const from = static_cast<const From*>(x);
+  To* const to = static_cast<To*>(out);
   bool finite = true;
 #ifdef __AVX2__
-  if constexpr (kHasVectors<To>) {
-    const auto* const from = static_cast<const From*>(x);
-    To* const to = static_cast<To*>(out);
-    const int64_t done =
-        streams ? scale_vectors<true>(from, to, n, factor, finite) : scale_vectors<false>(from, to, n, factor, finite);
+  if constexpr (!std::is_same_v<To, BFloat16>) {
+    finite = streams ? scale_vectors<true>(from, to, n, factor) : scale_vectors<false>(from, to, n, factor);
     if (streams) end_streams();
-    x = from + done, out = to + done, n -= done;
-    streams = false;
+    return finite;
   }
 #endif
   alignas(kLine) float in[kStrip], scaled[kStrip];
   alignas(kLine) To stored[kStrip];
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    const From* from = static_cast<const From*>(x) + i;
-    To* const to = static_cast<To*>(out) + i;
-    To* const target = streams ? stored : to;
+  for_each_strip<kStreams>(n, [&](int64_t i, int64_t size) {
+    To* const target = streams ? stored : to + i;
     const float* values = in;
     if constexpr (sizeof(From) == sizeof(float)) {
-      values = from;
+      values = from + i;
     } else {
-      load<From, float>(from, in, size);
+      load<From, float>(from + i, in, size);
     }
     if constexpr (sizeof(To) == sizeof(float)) {
       finite &= scale(values, target, size, factor);
@@ -118,7 +112,7 @@ bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams
       finite &= scale(values, scaled, size, factor);
       store<To, float>(scaled, target, size);
     }
-    if (streams) stream(stored, to, static_cast<size_t>(size) * sizeof(To));
+    if (streams) stream(stored, to + i, static_cast<size_t>(size) * sizeof(To));
   });
   if (streams) end_streams();
   return finite;
@@ -149,12 +143,11 @@ class SumOfSquares {
  public:
   static constexpr int kLanes = 128 / sizeof(T);
 
-  explicit SumOfSquares(T inv_scale) : inv_scale_(typename Vector<T>::Type{} + inv_scale) {}
-
   template <class From>
-  void add(const From* x) {
+  void add(const From* x, T inv_scale) {
+    const auto factors = typename Vector<T>::Type{} + inv_scale;
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) sum_[v] += l2norm_term(Vector<T>::load(x + v * kWidth), inv_scale_);
+    for (int v = 0; v < kVectors; ++v) sum_[v] += l2norm_term(Vector<T>::load(x + v * kWidth), factors);
   }
 
   // Adds the lanes in fp64, by halves. The order is the same for every instruction set, and vectorizes.
@@ -174,52 +167,70 @@ class SumOfSquares {
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kVectors = kLanes / kWidth;
 
-  typename Vector<T>::Type inv_scale_;
   typename Vector<T>::Type sum_[kVectors] = {};
 };
 
 template <class From, class T>
-void add(SumOfSquares<T>& sum, const From* x) {
+void add(SumOfSquares<T>& sum, const From* x, T inv_scale) {
 #ifdef __AVX2__
-  sum.add(x);
+  sum.add(x, inv_scale);
 #else
   if constexpr (sizeof(From) == sizeof(T)) {
-    sum.add(x);
+    sum.add(x, inv_scale);
   } else {
     T values[SumOfSquares<T>::kLanes];
     load<From, T>(x, values, SumOfSquares<T>::kLanes);
-    sum.add(values);
+    sum.add(values, inv_scale);
   }
 #endif
 }
 
-template <class From, class T>
-bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sum_of_squares) {
+// The sums of `streams` blocks of x, of which the first is `block` and each next one is `apart` further.
+template <int64_t streams, class From, class T>
+void sum_blocks(const From* x, int64_t n, int64_t block, int64_t apart, T inv_scale, double* sums) {
   constexpr int kLanes = SumOfSquares<T>::kLanes;
-  SumOfSquares<T> sum(inv_scale);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) add(sum, x + i);
-  if (i < n) {
-    From rest[kLanes] = {};
-    memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(From));
-    add(sum, rest);
-  }
-  *sum_of_squares = sum.total();
-  // An inf or nan element makes the sum inf or nan, and so do squares too large for T: only then check each element.
-  if (is_finite(*sum_of_squares)) return true;
+  SumOfSquares<T> sum[streams];
+  const int64_t begin = block * kBlock, size = n - begin < kBlock ? n - begin : kBlock;
+  for_each_strip(size, [&](int64_t i, int64_t count) {
+    for (int64_t k = 0; k < streams; ++k) {
+      const int64_t first = begin + k * apart * kBlock + i;
+      prefetch(x, first, n);
+      SumOfSquares<T> in_registers = sum[k];
+      int64_t done = 0;
+      for (; done + kLanes <= count; done += kLanes) add(in_registers, x + first + done, inv_scale);
+      if (done < count) {
+        From rest[kLanes] = {};
+        memcpy(rest, x + first + done, static_cast<size_t>(count - done) * sizeof(From));
+        add(in_registers, rest, inv_scale);
+      }
+      sum[k] = in_registers;
+    }
+  });
+  for (int64_t k = 0; k < streams; ++k) sums[block + k * apart] = sum[k].total();
+}
+
+template <class From, class T>
+bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sums) {
+  const int64_t piece = n / (kStreams * kBlock), blocks = (n + kBlock - 1) / kBlock;
+  for (int64_t b = 0; b < piece; ++b) sum_blocks<kStreams>(x, n, b, piece, inv_scale, sums);
+  for (int64_t b = kStreams * piece; b < blocks; ++b) sum_blocks<1>(x, n, b, 0, inv_scale, sums);
+  // An inf or nan element makes its sum inf or nan, and so do squares too large for T: only then check each element.
   bool finite = true;
-  for (i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
+  for (int64_t b = 0; b < blocks; ++b) finite = finite && is_finite(sums[b]);
+  if (finite) return true;
+  finite = true;
+  for (int64_t i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
   return finite;
 }
 
 template <class T>
-bool l2norm(const T* x, int64_t n, T inv_scale, double* sum_of_squares) {
-  return l2norm_of(x, n, inv_scale, sum_of_squares);
+bool l2norm(const T* x, int64_t n, T inv_scale, double* sums) {
+  return l2norm_of(x, n, inv_scale, sums);
 }
 
 template <class From>
-bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sum_of_squares) {
-  return l2norm_of(static_cast<const From*>(x), n, inv_scale, sum_of_squares);
+bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
+  return l2norm_of(static_cast<const From*>(x), n, inv_scale, sums);
 }
 
 template <class T>

@@ -9,12 +9,14 @@
 
 namespace ampctx::cpu {
 
+constexpr int64_t kBlock = 2048;  // elements of one partial sum: three fp32 lists fit a 32 KB cache
+
 template <class T>
 struct Arithmetic {
   // Each returns whether all checked inputs were finite. `out` may be an input.
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
-  bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sum_of_squares);
+  bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sums);  // of squares, one for each kBlock elements
   // max|x * inv_scale|, or nan if an element is nan. Does no finite check.
   void (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
 };
@@ -43,7 +45,7 @@ using MixedLoop = void (*)(const StepBlock<float>& block, const void* grad, void
 template <class T, class Optimizer>
 struct StepLoopsOf {
   StepLoop<T, Optimizer> plain;
-  // Indexed by the types of gradients and copies (f32: no copies). Null if `plain` serves, or for other types.
+  // Indexed by the types of gradients and copies (f32: no copies). Null for other types.
   MixedLoop<Optimizer> mixed[kDTypes][kDTypes];
 };
 
@@ -108,7 +110,7 @@ struct Simd {
   // Loops in fp32 arithmetic that convert on the way, by memory types. Null if all are fp32, or for other types.
   // `streams`: write past the caches, for outputs that they cannot hold.
   bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor, bool streams);
-  bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sum_of_squares);
+  bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sums);
   const OptimizerLoops& optimizers;
 };
 

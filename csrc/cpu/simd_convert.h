@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../functors/convert.h"
+#include "simd.h"
 
 #ifdef __F16C__
 #include <immintrin.h>
@@ -74,6 +75,16 @@ struct Vector {
     return values;
   }
 
+  template <bool streams>
+  static void store(const Type& values, T* to) {
+#if defined(__AVX512F__)
+    if (streams) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(values));
+#elif defined(__AVX2__)
+    if (streams) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(values));
+#endif
+    memcpy(to, &values, sizeof(values));
+  }
+
   // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
 #if defined(__AVX512F__)
   static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
@@ -81,10 +92,6 @@ struct Vector {
     return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
   }
   static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
-  template <bool streams>
-  static void store(const Type& values, float* to) {
-    streams ? _mm512_stream_ps(to, bits_as<__m512>(values)) : _mm512_storeu_ps(to, bits_as<__m512>(values));
-  }
   template <bool streams>
   static void store(const Type& values, Half* to) {
     constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -96,10 +103,6 @@ struct Vector {
   static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
   static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
   static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
-  template <bool streams>
-  static void store(const Type& values, float* to) {
-    streams ? _mm256_stream_ps(to, bits_as<__m256>(values)) : _mm256_storeu_ps(to, bits_as<__m256>(values));
-  }
   template <bool streams>
   static void store(const Type& values, Half* to) {
     constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -135,15 +138,32 @@ void store<Half, float>(const void* from, void* to, int64_t n) {
 }
 #endif
 
-// Calls function(i, size) for strips of n elements. Strips are short, so that the CPU converts one while it computes
-// the one before.
-constexpr int64_t kStrip = 64;
+constexpr uintptr_t kLine = 64;  // bytes of a memory line
+constexpr int64_t kStrip = 64;   // elements: short, so that the CPU converts a strip while it computes the one before
+constexpr int64_t kAhead = 128;  // elements from the strip that is computed to the one that is fetched
+constexpr int64_t kStreams = 4;  // pieces of a list that are read at once
 
-template <class Function>
+// The CPU's prefetchers stop at each page of 4 KB, and a loop over one list waits there. So it goes through kStreams
+// neighbouring pieces at once, whose waits overlap, or fetches ahead.
+
+// Calls function(i, size) for strips of n elements, of `streams` pieces in turn.
+template <int64_t streams = 1, class Function>
 inline void for_each_strip(int64_t n, const Function& function) {
-  const int64_t whole = n / kStrip * kStrip;
-  for (int64_t i = 0; i < whole; i += kStrip) function(i, kStrip);
+  const int64_t piece = streams > 1 ? n / (streams * kBlock) * kBlock : 0, whole = n / kStrip * kStrip;
+  for (int64_t i = 0; i < piece; i += kStrip) {
+    for (int64_t first = 0; first < streams * piece; first += piece) function(first + i, kStrip);
+  }
+  for (int64_t i = streams * piece; i < whole; i += kStrip) function(i, kStrip);
   if (whole < n) function(whole, n - whole);
+}
+
+// Fetches the strip that is kAhead after x[i], if it lies within n elements. Inlined always, because GCC drops calls of
+// functions that do nothing else.
+template <class T>
+AMPCTX_FN void prefetch(const T* x, int64_t i, int64_t n) {
+  if (i + kAhead + kStrip > n) return;
+  const char* const first = reinterpret_cast<const char*>(x + i + kAhead);
+  for (uintptr_t byte = 0; byte < kStrip * sizeof(T); byte += kLine) __builtin_prefetch(first + byte);
 }
 
 }  // namespace

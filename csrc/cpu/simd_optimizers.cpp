@@ -26,28 +26,40 @@ inline void step_elements(const StepBlock<T>& block, const Optimizer& chosen, in
   }
 }
 
+template <class T, class Grad, class Copy, class Optimizer>
+inline void step_strips(const StepBlock<T>& block, const Grad* grad, Copy* copy, const Optimizer& optimizer) {
+  StepBlock<T> strip = block;
+  T wide[kStrip];
+  for_each_strip(block.n, [&](int64_t i, int64_t n) {
+    prefetch(grad, i, block.n);
+    prefetch(block.weight, i, block.n);
+    strip.weight = block.weight + i;
+    for (int s = 0; s < Optimizer::kStates; ++s) {
+      prefetch(block.state[s], i, block.n);
+      strip.state[s] = block.state[s] + i;
+    }
+    if constexpr (sizeof(Grad) == sizeof(T)) {
+      strip.grad = grad + i;
+    } else {
+      load<Grad, T>(grad + i, wide, n);
+      strip.grad = wide;
+    }
+    step_elements(strip, optimizer, n);
+    if constexpr (sizeof(Copy) < sizeof(T)) {
+      prefetch(copy, i, block.n);
+      store<Copy, T>(strip.weight, copy + i, n);
+    }
+  });
+}
+
 template <class T, class Optimizer>
 void step(const StepBlock<T>& block, const Optimizer& optimizer) {
-  step_elements(block, optimizer, block.n);
+  step_strips(block, block.grad, block.weight, optimizer);
 }
 
 template <class Grad, class Copy, class Optimizer>
 void step_mixed(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer) {
-  StepBlock<float> strip = block;
-  float wide[kStrip];
-  for_each_strip(block.n, [&](int64_t i, int64_t n) {
-    strip.weight = block.weight + i;
-    for (int s = 0; s < Optimizer::kStates; ++s) strip.state[s] = block.state[s] + i;
-    const Grad* from = static_cast<const Grad*>(grad) + i;
-    if constexpr (sizeof(Grad) == sizeof(float)) {
-      strip.grad = reinterpret_cast<const float*>(from);
-    } else {
-      load<Grad, float>(from, wide, n);
-      strip.grad = wide;
-    }
-    step_elements(strip, optimizer, n);
-    if constexpr (sizeof(Copy) < sizeof(float)) store<Copy, float>(strip.weight, static_cast<Copy*>(copy) + i, n);
-  });
+  step_strips(block, static_cast<const Grad*>(grad), static_cast<Copy*>(copy), optimizer);
 }
 
 template <class T>
@@ -130,7 +142,8 @@ constexpr StepLoopsOf<T, Optimizer> loops_of() {
   } else {
     return {
         step<T, Optimizer>,
-        {{nullptr, step_mixed<float, Half, Optimizer>, step_mixed<float, BFloat16, Optimizer>},
+        {{step_mixed<float, float, Optimizer>, step_mixed<float, Half, Optimizer>,
+          step_mixed<float, BFloat16, Optimizer>},
          {step_mixed<Half, float, Optimizer>, step_mixed<Half, Half, Optimizer>, step_mixed<Half, BFloat16, Optimizer>},
          {step_mixed<BFloat16, float, Optimizer>, step_mixed<BFloat16, Half, Optimizer>,
           step_mixed<BFloat16, BFloat16, Optimizer>}}};
