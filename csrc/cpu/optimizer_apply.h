@@ -171,7 +171,7 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The loop that works in memory, and converts gradients and copies on the way, or null. Gradients that were unscaled are fp32.
+// The loop over memory that converts gradients and copies, or null. Gradients that were unscaled are fp32.
 template <class Optimizer>
 MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
   const TensorLists& lists = call.lists;

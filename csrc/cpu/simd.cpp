@@ -1,8 +1,5 @@
 // The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
 #include "simd.h"
-
-#include <type_traits>
-
 #include "../functors/axpby.h"
 #include "../functors/l2norm.h"
 #include "../functors/scale.h"
@@ -23,30 +20,6 @@ template <>
 struct Bits<double> {
   using type = uint64_t;
 };
-
-// Copies a strip past the caches. Memory lines that are written whole need not be read first. Both pointers begin a
-// line.
-void stream(const void* from, void* to, size_t bytes) {
-  const char* in = static_cast<const char*>(from);
-  char* out = static_cast<char*>(to);
-  size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), _mm512_load_si512(in + i));
-#elif defined(__AVX2__)
-  for (; i + 32 <= bytes; i += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm256_load_si256(reinterpret_cast<const __m256i*>(in + i)));
-  }
-#endif
-  memcpy(out + i, in + i, bytes - i);
-}
-
-// Other threads may read the streamed elements after this.
-void end_streams() {
-#ifdef __AVX2__
-  _mm_sfence();
-#endif
-}
 
 // Casts, checks and scales in registers.
 template <bool streams, class T, class From, class To>
@@ -84,22 +57,17 @@ bool scale(const T* x, T* out, int64_t n, T factor) {
 }
 
 template <class From, class To>
-bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams) {
-  streams = streams && reinterpret_cast<uintptr_t>(out) % kLine == 0;
+bool scale_mixed(const void* x, void* out, int64_t n, float factor, [[maybe_unused]] bool streams) {
   const From* const from = static_cast<const From*>(x);
   To* const to = static_cast<To*>(out);
-  bool finite = true;
 #ifdef __AVX2__
-  if constexpr (!std::is_same_v<To, BFloat16>) {
-    finite = streams ? scale_vectors<true>(from, to, n, factor) : scale_vectors<false>(from, to, n, factor);
-    if (streams) end_streams();
-    return finite;
-  }
-#endif
-  alignas(kLine) float in[kStrip], scaled[kStrip];
-  alignas(kLine) To stored[kStrip];
+  if (!streams || reinterpret_cast<uintptr_t>(out) % kLine != 0) return scale_vectors<false>(from, to, n, factor);
+  const bool finite = scale_vectors<true>(from, to, n, factor);
+  _mm_sfence();  // other threads may read the streamed elements after this
+#else
+  bool finite = true;
+  float in[kStrip], scaled[kStrip];
   for_each_strip<kStreams>(n, [&](int64_t i, int64_t size) {
-    To* const target = streams ? stored : to + i;
     const float* values = in;
     if constexpr (sizeof(From) == sizeof(float)) {
       values = from + i;
@@ -107,14 +75,13 @@ bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams
       load<From, float>(from + i, in, size);
     }
     if constexpr (sizeof(To) == sizeof(float)) {
-      finite &= scale(values, target, size, factor);
+      finite &= scale(values, to + i, size, factor);
     } else {
       finite &= scale(values, scaled, size, factor);
-      store<To, float>(scaled, target, size);
+      store<To, float>(scaled, to + i, size);
     }
-    if (streams) stream(stored, to + i, static_cast<size_t>(size) * sizeof(To));
   });
-  if (streams) end_streams();
+#endif
   return finite;
 }
 

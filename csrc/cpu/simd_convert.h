@@ -64,10 +64,31 @@ To bits_as(const From& from) {
   return to;
 }
 
+// `streams`: past the caches, to a multiple of the vector's size. Memory lines that are written whole need not be read
+// first.
+template <bool streams, class Value>
+void put(const Value& values, void* to) {
+#if defined(__AVX512F__)
+  if constexpr (streams && sizeof(Value) == 64)
+    return _mm512_stream_si512(static_cast<__m512i*>(to), bits_as<__m512i>(values));
+#endif
+#if defined(__AVX2__)
+  if constexpr (streams && sizeof(Value) == 32) {
+    return _mm256_stream_si256(static_cast<__m256i*>(to), bits_as<__m256i>(values));
+  }
+  if constexpr (streams && sizeof(Value) == 16) {
+    return _mm_stream_si128(static_cast<__m128i*>(to), bits_as<__m128i>(values));
+  }
+#endif
+  memcpy(to, &values, sizeof(values));
+}
+
 template <class T>
 struct Vector {
   static constexpr int kWidth = kVector / sizeof(T);
   typedef T Type __attribute__((vector_size(kVector)));
+  typedef uint32_t Words __attribute__((vector_size(kVector)));
+  typedef uint16_t Narrow __attribute__((vector_size(kVector / 2)));
 
   static Type load(const T* x) {
     Type values;
@@ -77,12 +98,16 @@ struct Vector {
 
   template <bool streams>
   static void store(const Type& values, T* to) {
-#if defined(__AVX512F__)
-    if (streams) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(values));
-#elif defined(__AVX2__)
-    if (streams) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(values));
-#endif
-    memcpy(to, &values, sizeof(values));
+    put<streams>(values, to);
+  }
+
+  // float_to_bfloat16()
+  template <bool streams>
+  static void store(const Type& values, BFloat16* to) {
+    const Words bits = bits_as<Words>(values), high = bits >> 16;
+    const Words rounded = (bits + 0x7fff + (high & 1)) >> 16, nan = high | 0x40;
+    const Words chosen = (bits & 0x7fffffff) <= 0x7f800000 ? rounded : nan;
+    put<streams>(__builtin_convertvector(chosen, Narrow), to);
   }
 
   // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
@@ -95,9 +120,7 @@ struct Vector {
   template <bool streams>
   static void store(const Type& values, Half* to) {
     constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(values), rounding);
-    auto* const place = reinterpret_cast<__m256i*>(to);
-    streams ? _mm256_stream_si256(place, halves) : _mm256_storeu_si256(place, halves);
+    put<streams>(_mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(values), rounding), to);
   }
 #elif defined(__AVX2__)
   static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
@@ -106,9 +129,7 @@ struct Vector {
   template <bool streams>
   static void store(const Type& values, Half* to) {
     constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m128i halves = _mm256_cvtps_ph(bits_as<__m256>(values), rounding);
-    auto* const place = reinterpret_cast<__m128i*>(to);
-    streams ? _mm_stream_si128(place, halves) : _mm_storeu_si128(place, halves);
+    put<streams>(_mm256_cvtps_ph(bits_as<__m256>(values), rounding), to);
   }
 #endif
 };
