@@ -17,22 +17,25 @@ from ampctx.weights.step import declares
 
 
 @functools.cache
-def asks_for_grad_scaler(step: Callable) -> bool:
-    """Whether ``step`` takes ``grad_scaler``, a protocol that torch has deprecated. Do not pass bound methods: the
-    cache would keep their object alive."""
-    return "grad_scaler" in inspect.signature(step).parameters
+def asks_for_grad_scaler(step: Callable | None) -> bool:
+    """Whether the ``step`` of a class takes ``grad_scaler``, a protocol that torch has deprecated. Not for bound
+    methods: the cache would keep their object alive."""
+    return step is not None and "grad_scaler" in inspect.signature(step).parameters
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
-    """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group.
+    """Whether the optimizer skips by ``found_inf``: its class says so, or it is torch's with ``fused=True`` everywhere.
 
     ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
     """
+    flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
-    return (
-        declares(optimizer, "_step_supports_amp_scaling")
-        and all(group.get("fused", True) for group in optimizer.param_groups)
-        and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
+    return declares(optimizer, flag) and (
+        hasattr(type(inner), flag)
+        or (
+            all(group.get("fused", True) for group in optimizer.param_groups)
+            and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
+        )
     )
 
 

@@ -89,6 +89,7 @@ class StepRecord:
         self.outcome: StepOutcome | None = None
         self.history = StepHistory(history_length, losses)
         self.epoch = self.in_a_row = 0
+        self.told = False
         self._limit, self._report, self._hooks = limit, report, hooks
         self._counts_skips = limit is not None or report is not None
         self._skipped_on_host = 0
