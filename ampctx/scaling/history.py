@@ -59,42 +59,27 @@ class StepHistory:
     """
 
     def __init__(self, length: int, losses: int = 1) -> None:
-        self._length = length
-        self._losses = losses
-        self.count = 0
-        self._read: deque[dict[Number, float]] = deque(maxlen=length)
-        # Steps, in which None stands for a number on the device, and these numbers in order.
-        self._gathered: deque[tuple[list[dict[Number, float | None]], Tensor]] = deque()
+        self.count, self._length, self._losses = 0, length, losses
         self._latest: list[dict[Number, Tensor | float]] = []
+        self._gathered = deque[_Steps](maxlen=-(-length // GATHERED_AT_ONCE))
 
     def add(self, outcome: StepOutcome) -> None:
         """Adds the outcome of a step. No host sync."""
         self.count += 1
-        if not self._length:
-            return
-        self._latest.append(outcome.numbers)
+        if self._length:
+            self._latest.append(outcome.numbers)
         if len(self._latest) == GATHERED_AT_ONCE:
-            self._gather()
-            while sum(len(steps) for steps, _ in self._gathered) - len(self._gathered[0][0]) >= self._length:
-                self._gathered.popleft()
-
-    def _gather(self) -> None:
-        steps, self._latest = self._latest, []
-        tensors = [value for step in steps for value in step.values() if isinstance(value, Tensor)]
-        numbers = [{key: None if isinstance(v, Tensor) else v for key, v in step.items()} for step in steps]
-        self._gathered.append((numbers, gathered(tensors)))
+            self._gathered.append(_gather(self._latest))
+            self._latest = []
 
     def lists(self, last: int | None = None) -> History:
         """The latest ``last`` steps, or all that are kept. Host sync."""
-        n = self._length if last is None else check_count("last", last, 0)
-        self._gather()
-        parts = [part for _, part in self._gathered]
-        device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
-        values = iter(torch.cat([move(part, device) for part in parts]).tolist())
-        for step in [step for steps, _ in self._gathered for step in steps]:
-            self._read.append({key: next(values) if value is None else value for key, value in step.items()})
-        self._gathered.clear()
-        steps = list(self._read)[max(0, len(self._read) - n) :]
+        n = self._length if last is None else min(check_count("last", last, 0), self._length)
+        parts = [*self._gathered, _gather(self._latest)]
+        device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        values = iter(torch.cat([move(part, device) for _, part in parts]).tolist())
+        read = [{k: next(values) if v is None else v for k, v in step.items()} for steps, _ in parts for step in steps]
+        steps = read[max(0, len(read) - n) :]
         losses = range(self._losses)
         checked = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
         nan = float("nan")
@@ -105,3 +90,12 @@ class StepHistory:
             scale={i: [step.get(("scale", i), nan) for step in steps] for i in losses},
             overflowed={i: [bool(step.get(("overflowed", i), 0.0)) for step in steps] for i in checked},
         )
+
+
+# Steps, in which None stands for a number on the device, and these numbers in order.
+_Steps = tuple[list[dict[Number, float | None]], Tensor]
+
+
+def _gather(steps: list[dict[Number, Tensor | float]]) -> _Steps:
+    tensors = [value for step in steps for value in step.values() if isinstance(value, Tensor)]
+    return [{k: None if isinstance(v, Tensor) else v for k, v in step.items()} for step in steps], gathered(tensors)

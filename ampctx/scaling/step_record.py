@@ -12,7 +12,7 @@ amp and ``GradScaler`` have one ``StepRecord`` for each optimizer, and call it i
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,8 +74,11 @@ class StepRecord:
             device are counted only for a limit.
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
-    ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
-    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of.
+    Attributes:
+        outcome: of the latest step, None before the first.
+        epoch: counts calls that may change the gradients in ``.grad`` after a step.
+        in_a_row: the skips in a row that the host knows of.
+        told: whether a step without any gradient was warned of.
     """
 
     def __init__(
@@ -88,8 +91,7 @@ class StepRecord:
     ) -> None:
         self.outcome: StepOutcome | None = None
         self.history = StepHistory(history_length, losses)
-        self.epoch = self.in_a_row = 0
-        self.told = False
+        self.epoch, self.in_a_row, self.told = 0, 0, False
         self._limit, self._report, self._hooks = limit, report, hooks
         self._counts_skips = limit is not None or report is not None
         self._skipped_on_host = 0
@@ -103,7 +105,7 @@ class StepRecord:
         # The loss id of the latest ``counts_for``, and what it gave.
         self._offered: tuple[int, SkipCounts] | None = None
         # The counts that were reported: of all skips, and of each loss.
-        self._reported, self._reported_of = 0, dict[int, float]()
+        self._reported, self._reported_of = 0, defaultdict[int, float](float)
         # Counts on their way to the host.
         self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
 
@@ -129,20 +131,16 @@ class StepRecord:
             return None
         ((loss_id, (scale, flag)),) = flags.items()
         value, kept = scale.scale, self._offered
-        if flag is not found_inf or value is None:
+        if flag is not found_inf or value is None or value.device != found_inf.device:
             return None
-        is_kept = kept is not None and kept[0] == loss_id and kept[1].tensors[4] is value
-        if kept is None or not is_kept or self._scales.get(loss_id) is not scale:
+        if kept is None or kept[0] != loss_id or kept[1].tensors[4] is not value:
             counts, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
-            if value.device != counts.device or value.dtype != torch.float32:
+            if value.device != counts.device:
                 return None
             kept = self._offered = loss_id, SkipCounts([*skip_counts(counts, slot), value])
-        counts_of_step = kept[1]
-        if found_inf.device != counts_of_step.device:
-            return None
-        if counts_of_step.found_inf is not found_inf:
-            counts_of_step.found_inf, counts_of_step.is_taken = found_inf, False
-        return counts_of_step
+        if kept[1].found_inf is not found_inf:
+            kept[1].found_inf, kept[1].is_taken = found_inf, False
+        return kept[1]
 
     # --- after a step that the device decided on ----------------------------------------------------------------------
 
@@ -177,23 +175,19 @@ class StepRecord:
         if any(self._hooks) and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_skips and not (counts and counts.is_taken):
-            is_first = True
-            for loss_id, (scale, flag) in flags.items():
+            for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
                 device = numbers.device
                 found, raised, value = (move(t, device) for t in (found_inf, flag, scale.tensors(device)[0]))
-                ops.count_skip(numbers, found, raised, value, slot, is_first)
-                is_first = False
+                ops.count_skip(numbers, found, raised, value, slot, is_first=i == 0)
         return outcome
 
     def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
         """Ends a step: history and hooks."""
-        capturing = is_capturing()
-        if self._counts is not None and not capturing:
-            self._poll()
         self.outcome = outcome
-        if capturing:
+        if is_capturing():
             return
+        self._poll()
         self.history.add(outcome)
         if any(self._hooks):
             for hook in list(self._hooks[outcome.skipped].values()):
@@ -255,12 +249,8 @@ class StepRecord:
         if self._counts is None:
             self._counts = torch.zeros(2 + 2 * self._slots, dtype=torch.float32, device=device)
             self._counts[1].fill_(self.in_a_row)
-        slot = loss_id % self._slots
-        if self._scales.get(loss_id) is not scale:
-            if loss_id in self._scales:
-                self._counts[2 + 2 * slot].zero_()
-            self._scales[loss_id], self._reported_of[loss_id] = scale, 0.0
-        return self._counts, slot
+        self._scales[loss_id] = scale
+        return self._counts, loss_id % self._slots
 
     def _decided(self, skipped: bool) -> None:
         """Counts a decision of the host in the skips in a row. No host sync."""
