@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx._version import __version__
 from ampctx.amp import ranks, torch_state
 from ampctx.amp import state as amp_state
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero
-from ampctx.amp.state import FORMAT, Loader, State, check_format, checked, entry, typed
+from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units

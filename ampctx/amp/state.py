@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import check_process_group
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpKeyError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx.amp import ranks
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import autocast_off
@@ -307,18 +308,6 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         binding.restore(flags, dict(scales_used))
 
     return load
-
-
-def typed(value: Any, kind: type, where: str) -> None:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise AmpTypeError(f"{where} must be a {kind.__name__}, got {type(value).__name__}")
-
-
-def entry(state: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    if key not in state:
-        raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
-    typed(state[key], kind, f'{where}["{key}"]')
-    return state[key]
 
 
 def _by_id(state: Mapping[str, Any], key: str, where: str, ids: range, kind: type) -> dict[int, Any]:

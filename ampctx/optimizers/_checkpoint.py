@@ -14,19 +14,27 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF, State
+from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.weights.store import EXTRAS
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
-# Sums and averages of squares, and norms: 0 or above. The others are averages of gradients.
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
+# Keys, and what the lowest and the highest of their values may be. The first row with a key counts.
+_VALUES: list[tuple[Collection[str], str, Callable[[float, float], bool]]] = [
+    (SCALES_OF, "finite numbers >= 0", lambda low, high: low >= 0 and math.isfinite(high)),
+    (CODES_OF, "codes from -127 to 127", lambda low, high: low >= -127),
+    ({"step"}, "a count", lambda low, high: 0 <= low < math.inf and low == int(low)),
+    # Sums and averages of squares, and norms. inf is an overflow.
+    ({"exp_avg_sq", "max_exp_avg_sq", "sum"}, "numbers >= 0", lambda low, high: low >= 0),
+    (KEPT, "finite numbers", lambda low, high: math.isfinite(low) and math.isfinite(high)),
+]
 
 
 class SavedGroup(NamedTuple):
@@ -46,23 +54,13 @@ def matched(
     Raises:
         AmpKeyError, AmpTypeError, AmpValueError: a missing entry, an entry of the wrong type, or an ambiguous id.
     """
-    saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
     if "param_groups" not in checkpoint:
         return None
-    if not isinstance(saved_groups, (list, tuple)):
-        raise AmpTypeError(f"the 'param_groups' of the checkpoint is of type {type(saved_groups).__name__}, not a list")
-    if "state" not in checkpoint:
-        raise AmpKeyError(f"the checkpoint has no 'state', only {_listed(checkpoint)}")
-    if not isinstance(states, Mapping):
-        raise AmpTypeError(f"the 'state' of the checkpoint is of type {type(states).__name__}, expected a dict")
+    saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
+    states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):
-        where = f"param_groups[{g}] of the checkpoint"
-        if not isinstance(saved, Mapping):
-            raise AmpTypeError(f"{where} is of type {type(saved).__name__}, expected a dict")
-        if "params" not in saved:
-            raise AmpKeyError(f"{where} has no 'params', only {_listed(saved)}")
-        if not isinstance(saved["params"], (list, tuple)):
-            raise AmpTypeError(f"{where}: 'params' is of type {type(saved['params']).__name__}, expected a list")
+        typed(saved, Mapping, f'state_dict["param_groups"][{g}]')
+        entry(saved, "params", (list, tuple), f'state_dict["param_groups"][{g}]')
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
     found, stands_for = [], dict[Any, Tensor]()
@@ -76,8 +74,7 @@ def matched(
                     "would get the state of the other. Save the optimizer's state_dict() again."
                 )
             state = states.get(key, {})
-            if not isinstance(state, Mapping):
-                raise AmpTypeError(f"the state of {name(g, i)} is of type {type(state).__name__}, expected a dict")
+            typed(state, Mapping, f"the state of {name(g, i)}")
             if key in states:
                 entries.append((p, name(g, i), {k: value for k, value in state.items() if value is not None}))
         found.append(SavedGroup(dict(saved), entries, group))
@@ -123,10 +120,7 @@ def check_options(names: Iterable[str], g: int, saved: Group) -> None:
     """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the values of the loading
     optimizer."""
     for name in names:
-        if name not in saved:
-            raise AmpKeyError(
-                f"a param group of the checkpoint has no {name!r}: param_groups[{g}] has only {_listed(saved)}"
-            )
+        entry(saved, name, object, f'state_dict["param_groups"][{g}]')
 
 
 def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
@@ -215,22 +209,10 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
         wide = torch.float64 if any(value.dtype == torch.float64 for _, _, value in found) else torch.float32
         ends = [torch.stack(torch.aminmax(value.detach())).to(wide) for _, _, value in found]
         for (key, p, _), (low, high) in zip(found, torch.stack(ends).tolist(), strict=True):
-            where = f"the state {key!r} of {names[p]}"
-            expected, value = "", low
-            if key in SCALES_OF:
-                _state_types.check_scales(where, low, high)
-            elif key in CODES_OF:
-                if low < -127:
-                    raise AmpValueError(f"{where} has {low:g}, expected codes from -127 to 127: the file is damaged")
-            elif key == "step":
-                if not (0 <= low < math.inf and low == int(low)):
-                    raise AmpValueError(f"{where} is {low!r}, expected a count")
-            elif key in SQUARES:
-                expected, value = "" if low >= 0 else "numbers >= 0", low
-            elif not (math.isfinite(low) and math.isfinite(high)):
-                expected, value = "finite numbers", high if math.isfinite(low) else low
-            if expected:
-                raise AmpValueError(f"{where} has {value!r}, expected {expected}: {_state_types.DAMAGED}")
+            expected, fits = next((what, fits) for keys, what, fits in _VALUES if key in keys)
+            if not fits(low, high):
+                wrong = high if fits(low, low) else low
+                raise AmpValueError(f"the state {key!r} of {names[p]} has {wrong:g}, expected {expected}: {DAMAGED}")
 
 
 def _number(value: Any, where: str, p: Tensor) -> Tensor:

@@ -520,8 +520,12 @@ class GradScaler(torch.amp.GradScaler):
         scale.set_hysteresis_left(left)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()  # raises between scale and update
-        return {k: v for k, v in state.items() if k in vars(self) and k != "_steps"}
+        if self._enabled and self._per_optimizer_states:
+            raise AmpAssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update()."
+            )
+        return {k: v for k, v in vars(self).items() if k != "_steps"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _steps=weakref.WeakKeyDictionary())
