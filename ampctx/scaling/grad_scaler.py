@@ -206,8 +206,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         with self._begun("unscale_", optimizer) as (scale, state):
-            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            self._note(optimizer, self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False))
+            self._check(optimizer, scale.reciprocal(), False)
             state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
 
     @contextmanager
@@ -275,15 +274,16 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = None if is_ours else torch.ones_like(scale)
-        return self._note(optimizer, self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), True))
+        return self._check(optimizer, factor, True)
 
-    def _note(self, optimizer: Any, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Keeps the flags of a check, and the meshes of the optimizer, over which ``_found_inf`` will join them."""
+    def _check(self, optimizer: Any, inv_scale: Tensor | None, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_found_inf`` will join them."""
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = flags
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if is_distributed():
             state["meshes"] = groups_of(_params(optimizer))
-        return flags
+        return state["found_inf_per_device"]
 
     def _found_inf(self, state: dict[str, Any]) -> Tensor:
         """The flag of an optimizer's gradients on the scale's device. The same on all ranks, by one all_reduce."""
@@ -328,14 +328,16 @@ class GradScaler(torch.amp.GradScaler):
             )
         with self._begun("step", optimizer) as (scale, state):
             steps, by_device, result = self._record(optimizer), skips_by_itself(optimizer), None
+            if state["stage"] is OptState.READY:
+                (self._check_inf_per_device if by_device else self.unscale_)(optimizer)
+            found_inf, losses = self._found_inf(state), None
+            flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
             if not by_device:
-                if state["stage"] is OptState.READY:
-                    self.unscale_(optimizer)
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 # None: a framework has replaced that method, and only the flag tells.
                 losses = state.pop("overflowed", None)
-            elif not (losses := steps.overflowed_at_limit(lambda: self._flags(optimizer, state)) or None):
-                result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
+            elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
+                result = self._step_on_device(optimizer, state, scale, found_inf, *args, **kwargs)
             if not state["found_inf_per_device"] and not steps.told:
                 steps.told = True
                 logger.warning(
@@ -351,12 +353,12 @@ class GradScaler(torch.amp.GradScaler):
             elif losses is not None:
                 steps.stepped(optimizer, known)
             else:
-                flags, stepped = self._flags(optimizer, state), weakref.ref(optimizer)
+                stepped = weakref.ref(optimizer)
 
                 def later(is_current: bool) -> Culprits | None:
                     return _culprits(of) or None if is_current and (of := stepped()) is not None else None
 
-                steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, known, found_inf, tuple, later))
         return result
 
     def _record(self, optimizer: Any) -> StepRecord:
@@ -365,19 +367,16 @@ class GradScaler(torch.amp.GradScaler):
         record: StepRecord = self._steps[optimizer]
         return record
 
-    def _flags(self, optimizer: Any, state: dict[str, Any]) -> Flags:
-        """The flag of the optimizer's gradients, which are checked now if they were not."""
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        return {0: (self._loss_scale, self._found_inf(state))}  # type: ignore[dict-item]
-
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer_state["overflowed"] = overflowed(self._flags(optimizer, optimizer_state))
+        scale: Any = self._loss_scale
+        optimizer_state["overflowed"] = overflowed({0: (scale, self._found_inf(optimizer_state))})
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
-    def _step_on_device(self, optimizer: Any, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _step_on_device(
+        self, optimizer: Any, state: dict[str, Any], scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Steps an optimizer that unscales and skips by itself."""
         if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
             warnings.warn(
@@ -387,7 +386,6 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        found_inf = self._flags(optimizer, state)[0][1]
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
             given = scale.clone() if given is None else scale * given
