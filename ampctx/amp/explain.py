@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.casts.arguments import LOW_PRECISION, map_leaves
+from ampctx.casts.arguments import LOW_PRECISION, map_leaves, tensors_in
 from ampctx.kernels.sharding import reshard_units
 
 # Ops that compute nothing, besides those that return views.
@@ -206,14 +206,6 @@ def _refill(value: Any, content: Any) -> None:
         value.extend(content) if isinstance(value, list) else value.update(content)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [t for part in value for t in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain tensor. None for tensor wrappers and for nested, sparse or empty tensors."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ or t.is_nested or t.layout is not torch.strided:
@@ -261,8 +253,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
-        operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point() or t.is_complex()]
-        if not operands or op in _BOOKKEEPING or (result is not None and not _tensors(result)):  # a size or a number
+        operands = [t for t in tensors_in(args, dict(kwargs)) if t.is_floating_point() or t.is_complex()]
+        if (
+            not operands or op in _BOOKKEEPING or (result is not None and not tensors_in((result,), {}))
+        ):  # a size or a number
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
@@ -306,7 +300,7 @@ def _listed(calls: Counter[str]) -> str:
 
 def _misfit(op: str, args: tuple) -> str:
     """The shapes of a product with a dimension that tensor cores have no tile for, "" if all fit."""
-    tensors, dims, shapes = _tensors(args), list[int](), ""
+    tensors, dims, shapes = tensors_in(args, {}), list[int](), ""
     if any(t.is_nested for t in tensors):
         return ""
     sizes = ["x".join(map(str, t.shape)) for t in tensors]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero
 from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
 from ampctx.amp.step import OptimizerBinding
-from ampctx.casts.arguments import LOW_PRECISION, autocast_off
+from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
@@ -65,7 +65,7 @@ def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, 
         t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
         return (t.cpu() if to_cpu else t) if keep else None
 
-    result = _mapped(tree, whole)
+    result = map_leaves(tree, whole, objects=False)
     return result if keep else {}
 
 
@@ -89,19 +89,10 @@ class Stateful:
     def state_dict(self) -> State:
         """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
         tree: State = self._session.get_state_dict(*self._of)
-        return tree if torch_state.is_calling(torch_state.SAVER) else _mapped(tree, Tensor.clone)
+        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, objects=False)
 
     def load_state_dict(self, state_dict: State) -> None:
         self._session.set_state_dict(*self._of, state_dict, **self._options)
-
-
-def _mapped(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The tree with ``fn(t)`` in the place of each tensor in its dicts, lists and tuples."""
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, fn) for key, value in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_mapped(value, fn) for value in tree)
-    return fn(tree) if isinstance(tree, Tensor) else tree
 
 
 class _Member(NamedTuple):
@@ -208,7 +199,11 @@ class _NamedRun:
                     "format": FORMAT,
                     "type": type(optimizer).__name__,
                     "groups": [
-                        {key: _mapped(value, plain) for key, value in group.items() if key != "param_names"}
+                        {
+                            key: map_leaves(value, plain, objects=False)
+                            for key, value in group.items()
+                            if key != "param_names"
+                        }
                         | {"params": [next(names).name for _ in group["params"]]}
                         for group in optimizer.param_groups
                     ],
@@ -354,7 +349,9 @@ class _NamedRun:
                 values.update(dict.fromkeys(m.names, weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[m.key] = state if isinstance(optimizer, FusedOptimizer) else _mapped(state, Tensor.clone)
+                states[m.key] = (
+                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, objects=False)
+                )
         here, names = optimizer.state_dict(), iter(members)
         groups = [
             {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
