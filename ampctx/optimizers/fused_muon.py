@@ -16,7 +16,7 @@ from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
-from ampctx.kernels.reference import KERNEL_DTYPES, is_dense
+from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
 from ampctx.optimizers import _options, _work, layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
@@ -110,7 +110,9 @@ class FusedMuon(FusedOptimizer):
         for name in ("weight_decay", "eps"):
             group[name] = check_number(name, group[name])
         group["ns_coefficients"] = _checked_coefficients(group["ns_coefficients"])
-        group["ns_steps"] = _checked_steps(group["ns_steps"])
+        steps = group["ns_steps"] = _options.plain(group["ns_steps"])
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+            raise AmpValueError(f"ns_steps is {steps!r}, expected an int from 0 to 99")
         _options.check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
@@ -143,12 +145,7 @@ class FusedMuon(FusedOptimizer):
 
     def directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
         """Averages the gradients, and returns the directions in bf16: zeros if the step is skipped."""
-        params = list(work.lists["params"])
-        flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16, device=work.device)
-        found = [
-            part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape)
-            for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
-        ]
+        found = [torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False) for p in work.lists["params"]]
         # A copy: ``descend`` advances the counts, from which both calls draw random bits.
         steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())
         lists = {**work.lists, "params": found, "extras": [], "steps": steps}
@@ -200,7 +197,9 @@ class FusedMuon(FusedOptimizer):
         """Replaces the directions of the rank's rows of ``params``, which have one shape and lie on ``placed``: mesh
         and placements."""
         tensor, (mesh, placements) = sys.modules["torch.distributed.tensor"], placed
-        own = [directions[p] if p in directions else _no_direction(p) for p in params]
+        own = [
+            directions[p] if p in directions else torch.zeros_like(local([p])[0], dtype=torch.bfloat16) for p in params
+        ]
         stacked = [tensor.Replicate() if each.is_replicate() else tensor.Shard(1) for each in placements]
         shape = torch.Size((len(params), *params[0].shape))
         strides = torch.empty(shape, device="meta").stride()
@@ -236,23 +235,11 @@ class FusedMuon(FusedOptimizer):
                 saved.setdefault(name, group.own[name])
 
 
-def _no_direction(p: Tensor) -> Tensor:
-    (rows,) = local([p])
-    return torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
-
-
 def _checked_coefficients(value: Any) -> tuple[float, float, float]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != 3:
         raise AmpTypeError(f"ns_coefficients must be three numbers, got {value!r}")
     a, b, c = (float(check_finite(f"ns_coefficients[{i}]", number)) for i, number in enumerate(value))
     return a, b, c
-
-
-def _checked_steps(value: Any) -> int:
-    number = _options.plain(value)
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 100:
-        raise AmpValueError(f"ns_steps is {value!r}, expected an int from 0 to 99")
-    return number
 
 
 # --- the orthogonalisation --------------------------------------------------------------------------------------------
