@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 # torch's notes on extending PyTorch import it from this private module. A test guards it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampctx._errors import AmpError, AmpTypeError
+from ampctx._errors import AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, map_leaves, tensors_in
 from ampctx.kernels.sharding import reshard_units
 
@@ -285,17 +285,16 @@ class _Recorder(TorchDispatchMode):
     def explanation(self) -> Explanation:
         ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
-        hints = [f"{text}: {_listed(calls)}" for text, calls in self._hints.items() if calls]
+        found = {
+            text: [call + (f" {n} times" if n > 1 else "") for call, n in calls.items()]
+            for text, calls in self._hints.items()
+        }
+        hints = [f"{text}: {listed(calls)}" for text, calls in found.items() if calls]
         return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(calls: Counter[str]) -> str:
-    shown = [call + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:3]]
-    return ", ".join(shown + [f"{len(calls) - 3} more"] * (len(calls) > 3))
 
 
 def _misfit(op: str, args: tuple) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
+from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
@@ -192,10 +192,9 @@ class LeftGrads:
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()
-        listed = [names()[id(p)] for p, _ in found[:3]]
         raise AmpError(
             f"{type(optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled gradients in "
-            f"{', '.join(listed)}{' and others' * (len(found) > 3)}, {why}. Name every optimizer that the "
+            f"{listed(names()[id(p)] for p, _ in found)}, {why}. Name every optimizer that the "
             "backward reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before "
             "its own backward. See docs/errors.md#has-left-scaled-gradients-in."
         )

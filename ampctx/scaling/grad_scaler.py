@@ -29,9 +29,8 @@ from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
+from ampctx.scaling.outcome import DEFAULT_LENGTH, Culprits, History, StepHistory, StepOutcome, culprits_among
 from ampctx.scaling.step_record import Flags, Known, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 

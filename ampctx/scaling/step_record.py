@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpStallError
+from ampctx._errors import AmpStallError, listed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import join_flags, move
 from ampctx.kernels.reference import skip_counts
 from ampctx.scaling.any_optimizer import with_wrapped
-from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, StepOutcome, gathered, listed
+from ampctx.scaling.outcome import Culprits, StepHistory, StepOutcome, gathered
 from ampctx.weights.step import SkipCounts
 
 # The loss id of gradients that no block has checked.

@@ -556,7 +556,7 @@ def test_a_long_list_is_cut():
     with torch.autocast("cpu", dtype=HALF):
         (hint,) = amp.explain(model, torch.ones(8, 9)).hints
     shape = "(8x9 @ 9x9)"
-    assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape}, 2 more")
+    assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape} and 2 more")
 
 
 # --- errors and docs --------------------------------------------------------------------------------------------------
