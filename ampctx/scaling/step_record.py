@@ -66,18 +66,15 @@ class StepRecord:
 
     Args:
         limit: the number of steps that may be skipped in a row. None: any number.
-        history_length: the number of steps that the history keeps.
-        losses: the number of loss ids.
-        report: gets the number of skips at the last report, the number now, (loss id, scale, value) of each loss that
+        history_length, losses: the number of steps that the history keeps, and of loss ids.
+        report: gets the numbers of skips at the last report and now, (loss id, scale, value) of each loss that
             overflowed, the parameters with non-finite gradients, and the number of steps so far. None: skips on the
             device are counted only for a limit.
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
-    Attributes:
-        outcome: of the latest step, None before the first.
-        epoch: counts calls that may change the gradients in ``.grad`` after a step.
-        in_a_row: the skips in a row that the host knows of.
-        told: whether a step without any gradient was warned of.
+    ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
+    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: a step without any
+    gradient was warned of.
     """
 
     def __init__(
@@ -153,15 +150,11 @@ class StepRecord:
         external: bool = False,
         counts: SkipCounts | None = None,
     ) -> StepOutcome:
-        """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only if there are
-        hooks.
+        """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only with hooks.
 
-        Args:
-            found_inf: the flag that the step used.
-            culprits, later: give the parameters with non-finite gradients now, or later: then with whether ``.grad``
-                still belongs to this step.
-            external: whether ``found_inf`` includes a flag that no loss has raised.
-            counts: those that the step was offered.
+        ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
+        ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
+        ``.grad`` still belongs to this step. ``counts``: those that the step was offered.
         """
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
