@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
 from ampctx._saved import entry, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
@@ -49,11 +49,8 @@ class SavedGroup(NamedTuple):
 def matched(
     checkpoint: Mapping[str, Any], groups: list[Group], name: Callable[[int, int], str]
 ) -> list[SavedGroup] | None:
-    """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then.
-
-    Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: a missing entry, an entry of the wrong type, or an ambiguous id.
-    """
+    """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then. Refuses
+    missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
@@ -81,23 +78,16 @@ def matched(
     return found
 
 
-def _listed(entries: Iterable[Any]) -> list[str]:
-    return sorted(map(str, entries))
-
-
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
-    """The entries of the state that belong to no parameter, unchanged.
-
-    Raises:
-        AmpKeyError: state of a parameter that no group has. It would be lost.
-    """
+    """The entries of the state that belong to no parameter, unchanged. Refuses the state of a parameter that no group
+    has: it would be lost."""
     ids = {key for group in checkpoint["param_groups"] for key in group["params"]}
     found = {key: value for key, value in checkpoint["state"].items() if key not in ids}
     for key, value in found.items():
         if isinstance(value, Mapping) and not KEPT.isdisjoint(value):
             raise AmpKeyError(
                 f"the checkpoint has state for {key!r} ({type(key).__name__}), and no param group has a parameter of "
-                f"that name: {_listed(ids)[:8]}. This state would be lost."
+                f"that name: {listed(ids, 8)}. This state would be lost."
             )
     return found
 
@@ -141,28 +131,23 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
         has_codes = bool(kept.code) and not state.keys().isdisjoint((kept.codes_key, kept.scales))
         if needed and kept.key not in state and not has_codes:
             raise AmpKeyError(
-                f"the state of {name} has no {kept.key!r}, only {_listed(state)}. It would start at 0 beside the rest."
+                f"the state of {name} has no {kept.key!r}, only {listed(state, 8)}. It would start at 0."
             )
     if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
         return
     # A count of 0 is right if all of the state is 0.
     if any(isinstance(t, Tensor) and not t.is_meta and bool(t.any()) for t in state.values()):
         raise AmpKeyError(
-            f"the state of {name} has no 'step', only {_listed(state)}. Bias correction would start again. Put the "
+            f"the state of {name} has no 'step', only {listed(state, 8)}. Bias correction would start again. Put the "
             "number of steps there, or into its param group as 'step'."
         )
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
     """Copies ``state`` for parameter ``p`` to its device, with tensors of its size in its layout and the state's dtype.
+    Refuses a tensor of another size or dtype, by name.
 
-    Args:
-        one_element: keys of one number, which become 0-d fp32 tensors.
-        dropped: keys to leave out.
-
-    Raises:
-        AmpValueError: a tensor of another size or dtype, or a number instead of a tensor; by name.
-        AmpTypeError: no number for a key of ``one_element``.
+    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out.
     """
     result: State = {}
     for key, value in state.items():
@@ -192,12 +177,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
 
 
 def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> None:
-    """Checks for values that no run produces: nan, invalid counts, squares below 0. inf in a square is an overflow and
-    allowed. One host sync for each device.
-
-    Raises:
-        AmpValueError: an invalid value, by name.
-    """
+    """Refuses values that no run produces, by name. One host sync for each device."""
     looked_at: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
     for p, state in states.items():
         for key in (*KEPT.intersection(state), *{"step"}.intersection(state)):
