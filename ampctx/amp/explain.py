@@ -175,7 +175,7 @@ def _restored(model: nn.Module, batch: Iterable[Tensor], recorder: _Recorder) ->
         for p in parameters:
             undo.callback(setattr, p, "grad", p.grad)
             undo.callback(p.requires_grad_, p.requires_grad)
-        # Through storages: a tensor's copy_ would count as a write, which graphs from before refuse.
+        # Through storages: a tensor's copy_ would count as a write, which backwards of before refuse.
         found = map(_storage, (*parameters, *buffers, *(p.grad for p in parameters if p.grad is not None)))
         for storage in {each.data_ptr(): each for each in found if each is not None}.values():
             undo.callback(_write_back, storage, storage.clone())

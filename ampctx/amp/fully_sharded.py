@@ -193,7 +193,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
         if all(p.dtype == low for p in model.parameters() if p.is_floating_point()):
             return None  # 16-bit shards: the optimizer keeps what their dtype cannot
         raise _refused(
-            f"{policy.opt_level} {'with split' if policy.master_weights else 'without'} master weights does not work "
+            f"{policy.opt_level} with master_weights={policy.master_weights!r} does not work "
             "under fully_shard, whose fp32 shards are the masters. Use O2 or O5, and leave master_weights at None."
         )
     if outside:

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ampctx._compiling import host_may_read
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
-from ampctx.scaling.step_record import is_capturing
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class LeftGrads:
         return found
 
     def _refuse(self, found: list, optimizer: Any, names: Callable[[], Mapping[int, str]], why: str) -> None:
-        if not found or is_capturing():
+        if not found or not host_may_read():
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()

@@ -486,7 +486,7 @@ def _moments_of(state: State) -> State:
 
 def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
     """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros,
-    so that weights and state of the run stay as they are. It raises where it needs a closure, say."""
+    so that weights and state of the run stay as they are. It raises where one needs more, say."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.first_state(member, dict(group))
     if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:

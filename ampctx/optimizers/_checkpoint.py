@@ -130,9 +130,7 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
         needed = kept.if_set != "momentum" and (not kept.if_set or group[kept.if_set])
         has_codes = bool(kept.code) and not state.keys().isdisjoint((kept.codes_key, kept.scales))
         if needed and kept.key not in state and not has_codes:
-            raise AmpKeyError(
-                f"the state of {name} has no {kept.key!r}, only {listed(state, 8)}. It would start at 0."
-            )
+            raise AmpKeyError(f"the state of {name} has no {kept.key!r}, only {listed(state, 8)}. It would start at 0.")
     if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
         return
     # A count of 0 is right if all of the state is 0.
@@ -165,7 +163,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             result[key] = _number(value, where, p)
             continue
         if key in SIZED:
-            dtype = torch.int16 if key == EXTRAS["split"] else None
+            dtype = torch.int16 if key == "remainder" else None
             _state_types.check_tensor(where, value, p.shape, dtype, p.is_meta)
         if isinstance(value, Tensor) and value.shape == p.shape and value.layout == torch.strided:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)

@@ -63,7 +63,7 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
     Raises:
         AmpTypeError, AmpValueError: an invalid option, by name.
     """
-    if not any(name in group for name in DEFAULTS):  # each step calls this, and torch.compile traces it
+    if not any(name in group for name in DEFAULTS):  # each step calls this
         return
     given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
     if not names:

@@ -49,8 +49,8 @@ class FusedMuon(FusedOptimizer):
         momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
         orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
             shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
-        set_grad_none, maximize, write_back, seed, master_weights, capturable, min_8bit_size: see ``FusedOptimizer``.
-        state_dtype: see ``FusedOptimizer``. A dict may have the state of both kinds of groups.
+        state_dtype: a dict may have the state of both kinds of groups.
+        set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument, or a parameter that is no matrix or tensor parallel, by name.

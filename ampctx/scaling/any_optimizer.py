@@ -26,7 +26,7 @@ def asks_for_grad_scaler(step: Callable | None) -> bool:
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     """Whether the optimizer skips by ``found_inf``: its class says so, or it is torch's with ``fused=True`` everywhere.
 
-    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
+    ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """
     flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides

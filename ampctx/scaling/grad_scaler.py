@@ -1,4 +1,4 @@
-"""torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds, outcomes and a stall guard.
+"""torch.amp's GradScaler over ``LossScale`` and ampctx's ops, with bounds, outcomes and a stall guard.
 
 An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
 """

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
+from ampctx._compiling import host_may_read
 from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
@@ -166,7 +167,7 @@ class LossScale:
         """The factors of a block for its loss and its gradients, which later updates do not change. And the flags of
         its gradients, which nobody reads for a static scale without an observer.
 
-        ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale."""
+        ``fresh``: make new copies, at the start of an iteration, so that a replay reads the scale."""
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
         if self.is_identity:
             return 1.0, 1.0, found_inf
@@ -214,8 +215,7 @@ class LossScale:
         """
         number, halves, squares = joined[1], joined[2:4], joined[4:6]
         differ = (number * squares != halves * halves).any()  # their variance is not 0
-        captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
-        if joined.is_cpu or (self.until_check == 0 and not captures):
+        if joined.is_cpu or (self.until_check == 0 and host_may_read()):
             self.until_check = CHECKED_EVERY
             if differ.item():
                 here = f"This is {' and '.join(map(ranks_of, groups))}, and has {self.value()}."

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._compiling import host_may_read
 from ampctx._errors import AmpStallError, listed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import join_flags, move
@@ -33,11 +34,6 @@ OUTSIDE_OF_BLOCKS = -1
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, so that nothing can be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def overflowed(flags: Flags) -> Overflowed:
@@ -93,8 +89,8 @@ class StepRecord:
         self._skipped_on_host = 0
         # (Loss id, scale after a skip), as far as the host knows.
         self._scales_after = deque[tuple[int, float]](maxlen=16)
-        # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a CUDA
-        # graph counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
+        # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a
+        # replay counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
         self._counts: Tensor | None = None
         self._slots = losses + 1
         self._scales: dict[int, LossScale] = {}
@@ -112,7 +108,7 @@ class StepRecord:
         decides. Host sync only at the limit."""
         if self._limit is None:
             return []
-        if not is_capturing():
+        if host_may_read():
             self._poll()
         if self.in_a_row < self._limit:
             return []
@@ -164,7 +160,7 @@ class StepRecord:
             grad_norm=known.grad_norm,
             culprits=lambda: later((now := record()) is not None and now.epoch == epoch),
         )
-        if any(self._hooks) and not is_capturing() and outcome.skipped:
+        if any(self._hooks) and host_may_read() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_skips and not (counts and counts.is_taken):
             for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
@@ -177,7 +173,7 @@ class StepRecord:
     def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
         """Ends a step: history and hooks."""
         self.outcome = outcome
-        if is_capturing():
+        if not host_may_read():
             return
         self._poll()
         self.history.add(outcome)
@@ -248,7 +244,7 @@ class StepRecord:
         """Counts a decision of the host in the skips in a row. No host sync."""
         if self._limit is None:
             return
-        self._copy = None  # the pending copy does not include this step
+        self._copy = None  # the one on its way does not include this step
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self._counts is not None:
             self._counts[1].fill_(self.in_a_row)
