@@ -29,11 +29,6 @@ def outside_of_graphs(fn: F) -> F:
     return cast(F, functools.wraps(fn)(wrapper))
 
 
-def host_may_read() -> bool:
-    """Whether the host may read the device. Not while a CUDA graph is captured."""
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
 def without_grad(fn: F) -> F:
     """Decorates ``fn``: ``torch.no_grad()`` for one thread's call, in a third of the time. An interrupt at any place
     restores the former mode, too."""

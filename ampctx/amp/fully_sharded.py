@@ -91,7 +91,13 @@ def fully_shard(
     low = _low_dtype(opt_level)
     level = resolve(opt_level, keep_fp32=keep_fp32)
     policy = _policy(low, reduce_dtype)
-    chosen = {model, *_found(model, modules_or_classes(level, "units", units))}
+    chosen = {model}
+    for unit in modules_or_classes(level, "units", units):
+        is_class = isinstance(unit, type)
+        if not (found := {m for m in model.modules() if m is unit or (is_class and isinstance(m, unit))}):
+            name = (unit if is_class else type(unit)).__name__
+            raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
+        chosen |= found
     kept: KeptModules | None = None
     hand_over: set[nn.Module] = set()
     if low is not None:
@@ -139,17 +145,6 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise AmpTypeError(f"reduce_dtype is {reduce_dtype!r}, expected a floating torch.dtype or None.")
     return MixedPrecisionPolicy() if low is None else MixedPrecisionPolicy(low, reduce_dtype)
-
-
-def _found(model: nn.Module, entries: tuple[Any, ...]) -> set[nn.Module]:
-    chosen: set[nn.Module] = set()
-    for entry in entries:
-        is_class = isinstance(entry, type)
-        if not (found := {m for m in model.modules() if m is entry or (is_class and isinstance(m, entry))}):
-            name = (entry if is_class else type(entry)).__name__
-            raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
-        chosen |= found
-    return chosen
 
 
 # --- initialize -------------------------------------------------------------------------------------------------------

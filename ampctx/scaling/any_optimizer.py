@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ampctx._errors import AmpError
 from ampctx.kernels.reference import is_dense, same_layout
-from ampctx.weights.step import declares
 
 
 @functools.cache
@@ -29,14 +28,15 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """
     flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
+    # A wrapper that forwards unknown names would give the flag of the optimizer inside.
+    is_own = flag in vars(optimizer) or hasattr(type(optimizer), flag)
+    if not (is_own and getattr(optimizer, flag)):
+        return False
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
-    return declares(optimizer, flag) and (
-        hasattr(type(inner), flag)
-        or (
-            all(group.get("fused", True) for group in optimizer.param_groups)
-            and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
-        )
-    )
+    if hasattr(type(inner), flag):
+        return True
+    is_fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return is_fused and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
 
 
 @torch.no_grad()

@@ -34,18 +34,6 @@ def required(state: Mapping[str, Any], key: str) -> Any:
     return saved.entry(state, key, object, "the loss scale's state")
 
 
-def read_entry(entry: Any) -> dict[str, Any]:
-    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
-
-    Raises:
-        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
-    """
-    saved.typed(entry, Mapping, "the loss scale's state")
-    counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
-    scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
-    return {"loss_scale": scale, **{name: check_count(name, plain(required(entry, name)), 0) for name in counts}}
-
-
 def is_amp_state(state: Any) -> bool:
     """Whether ``state`` looks like apex's: a dict with a key ``loss_scaler<number>``."""
     return isinstance(state, Mapping) and any(re.match(KEY + r"\d", str(key)) for key in state)
@@ -75,7 +63,12 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
     for key, match in matches.items():
         assert match is not None
         try:
-            entries[int(match[1])] = read_entry(state[key])
+            entry = state[key]
+            saved.typed(entry, Mapping, "the loss scale's state")
+            counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
+            scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
+            numbers = {name: check_count(name, plain(required(entry, name)), 0) for name in counts}
+            entries[int(match[1])] = {"loss_scale": scale, **numbers}
         except AmpError as error:
             raise type(error)(f'state_dict["{key}"]: {error}') from None
     return entries

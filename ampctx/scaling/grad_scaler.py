@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdRef
 
-from ampctx._collectives import check_process_group, is_distributed
+from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
@@ -280,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if is_distributed():
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["meshes"] = groups_of(_params(optimizer))
         return state["found_inf_per_device"]
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
-from ampctx._compiling import host_may_read
 from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
@@ -169,10 +168,11 @@ class LossScale:
 
         ``fresh``: make new copies, at the start of an iteration, so that a replay reads the scale."""
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
-        if self.is_identity:
+        if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
         if fresh or self._factors is None:
-            copy, inverse, found_inf.clear = ops.block_factors(self.tensors(device)[0])
+            scale = self.scale if self.scale is not None else self.tensors(device)[0]
+            copy, inverse, found_inf.clear = ops.block_factors(scale)
             self._factors = PerDevice(copy), PerDevice(inverse)
         return *self._factors, found_inf
 
@@ -215,7 +215,8 @@ class LossScale:
         """
         number, halves, squares = joined[1], joined[2:4], joined[4:6]
         differ = (number * squares != halves * halves).any()  # their variance is not 0
-        if joined.is_cpu or (self.until_check == 0 and host_may_read()):
+        captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
+        if joined.is_cpu or (self.until_check == 0 and not captures):
             self.until_check = CHECKED_EVERY
             if differ.item():
                 here = f"This is {' and '.join(map(ranks_of, groups))}, and has {self.value()}."

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._compiling import host_may_read
 from ampctx._errors import AmpStallError, listed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import join_flags, move
@@ -34,6 +33,11 @@ OUTSIDE_OF_BLOCKS = -1
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
+
+
+def host_may_read() -> bool:
+    """Whether the host may read the device. Not while a CUDA graph is captured."""
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def overflowed(flags: Flags) -> Overflowed:
