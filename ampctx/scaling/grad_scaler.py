@@ -22,11 +22,11 @@ from torch.utils.weak import WeakIdRef
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.kernels import foreach
+from ampctx.kernels import foreach, ops
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import groups_of, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
+from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
@@ -136,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=2,
             )
             enabled = False
-        self._loss_scale: LossScale | None = None
+        self._loss_scale: Any = None  # a LossScale, if enabled
         self._recording: tuple[int | None, int] = (None, 0)  # of StepRecord
         if enabled:
             limit = max_consecutive_skips
@@ -204,19 +204,19 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        with self._begun("unscale_", optimizer) as (scale, state):
-            self._check(optimizer, scale.reciprocal(), False)
+        with self._begun("unscale_", optimizer) as state:
+            self._check(optimizer, unscales=True)
             state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
 
     @contextmanager
-    def _begun(self, call: str, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Checks that the optimizer may be unscaled or stepped. Gives the scale and the optimizer's state.
+    def _begun(self, call: str, optimizer: Any) -> Iterator[dict[str, Any]]:
+        """Checks that the optimizer may be unscaled or stepped. Gives its state.
 
         After an exception, gradients that stay as they are then are for a second try. Others are scaled."""
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        scale, _ = self._check_scale_growth_tracker(call)
+        self._check_scale_growth_tracker(call)
         states, key = self._per_optimizer_states, id(optimizer)
         if "kept" in states[key] and states[key]["kept"] != _versions(optimizer):
             del states[key]
@@ -230,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
                     "before unscale_() or after update(), or set this gradient to None."
                 )
         try:
-            yield scale, state
+            yield state
         except BaseException:
             state["kept"] = _versions(optimizer)
             raise
@@ -246,7 +246,6 @@ class GradScaler(torch.amp.GradScaler):
         Frameworks override this method, so its four arguments and their order must stay.
         """
         parameters = _params(optimizer)
-        place_grads(parameters)
         found, known = read_grads(parameters)
         grads: Any = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
@@ -256,45 +255,53 @@ class GradScaler(torch.amp.GradScaler):
                 "in fp32 and run the forward under autocast, or let amp.initialize(model, optimizer, opt_level='O2') "
                 "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
             )
-        flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
-        flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
+        start = found_inf if inv_scale is None else found_inf.clone()
+        flags = {device: move(start, device) for device in set(map(device_of, grads))}
+        if known is not None and inv_scale is None:
+            (flag,) = flags.values()
+            ops.multi_tensor_unscale_l2norm(known, flag, 1.0, False)  # reads the gradients once; its norm is not needed
+            return flags
         if known is not None:
             grads = known  # one op call can take them
         elif not set(map(layout_of, grads)) <= {torch.strided}:
             grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
+        raised = FoundInf()
+        raised.per_device = flags
         if inv_scale is None:
-            foreach.unscale_l2norm(grads, flags, 1.0)  # reads the gradients once; the norm is not needed
+            foreach.l2norm(grads, raised)
         else:
-            foreach.scale(grads, grads, flags, PerDevice(inv_scale))
-        return flags.per_device
+            foreach.scale(grads, grads, raised, PerDevice(inv_scale))
+        return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Checks the gradients, fp16 included, for inf and nan without changing them. No host sync."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
-        factor = None if is_ours else torch.ones_like(scale)
-        return self._check(optimizer, factor, True)
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        return self._check(optimizer)
 
-    def _check(self, optimizer: Any, inv_scale: Tensor | None, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_found_inf`` will join them."""
-        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+    def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
+        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_flags`` will join them."""
+        scale, state = self._scale, self._per_optimizer_states[id(optimizer)]
+        is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
+        factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            state["meshes"] = groups_of(_params(optimizer))
+            place_grads(params := _params(optimizer))
+            if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
+                state["meshes"] = meshes
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
         return state["found_inf_per_device"]
 
-    def _found_inf(self, state: dict[str, Any]) -> Tensor:
+    def _flags(self, state: dict[str, Any]) -> Flags:
         """The flag of an optimizer's gradients on the scale's device. The same on all ranks, by one all_reduce."""
-        scale: Any = self._loss_scale
-        flags, meshes = state["found_inf_per_device"], state.get("meshes", ())
+        scale = self._loss_scale
+        flags = state["found_inf_per_device"]
         found_inf = join_flags(flags.values(), scale.scale.device)
-        if meshes or (scale.process_group is not None and "meshes" in state):
-            found_inf = scale.agreed(found_inf, meshes, "GradScaler")
+        if "meshes" in state:
+            found_inf = scale.agreed(found_inf, state["meshes"], "GradScaler")
             # A rank without gradients has the flag of the others.
             state["found_inf_per_device"] = {d: move(found_inf, d) for d in flags or [found_inf.device]}
-        state.pop("meshes", None)
-        return found_inf
+            del state["meshes"]
+        return {0: (scale, found_inf)}
 
     # --- step -------------------------------------------------------------------------------------------------------
 
@@ -325,18 +332,17 @@ class GradScaler(torch.amp.GradScaler):
             raise AmpError(
                 "Closure use is not currently supported if GradScaler is enabled. Run backward before step()."
             )
-        with self._begun("step", optimizer) as (scale, state):
+        with self._begun("step", optimizer) as state:
             steps, by_device, result = self._record(optimizer), skips_by_itself(optimizer), None
             if state["stage"] is OptState.READY:
-                (self._check_inf_per_device if by_device else self.unscale_)(optimizer)
-            found_inf, losses = self._found_inf(state), None
-            flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
+                self._check(optimizer) if by_device else self.unscale_(optimizer)
+            flags, losses = self._flags(state), None
             if not by_device:
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 # None: a framework has replaced that method, and only the flag tells.
                 losses = state.pop("overflowed", None)
             elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
-                result = self._step_on_device(optimizer, state, scale, found_inf, *args, **kwargs)
+                result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
             if not state["found_inf_per_device"] and not steps.told:
                 steps.told = True
                 logger.warning(
@@ -346,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
                     type(optimizer).__name__,
                 )
             state["stage"] = OptState.STEPPED
-            known = Known({0: scale.clone()}, norm_before_clipping(p.grad for p in _params(optimizer)))
+            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
             if losses:
                 steps.skipped(optimizer, losses, known, _culprits(optimizer))
             elif losses is not None:
@@ -357,7 +363,7 @@ class GradScaler(torch.amp.GradScaler):
                 def later(is_current: bool) -> Culprits | None:
                     return _culprits(of) or None if is_current and (of := stepped()) is not None else None
 
-                steps.conclude(optimizer, steps.left_to_device(flags, known, found_inf, tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
         return result
 
     def _record(self, optimizer: Any) -> StepRecord:
@@ -369,12 +375,11 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        scale: Any = self._loss_scale
-        optimizer_state["overflowed"] = overflowed({0: (scale, self._found_inf(optimizer_state))})
+        optimizer_state["overflowed"] = overflowed(self._flags(optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(
-        self, optimizer: Any, state: dict[str, Any], scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+        self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Steps an optimizer that unscales and skips by itself."""
         if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
@@ -387,7 +392,7 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
-            given = scale.clone() if given is None else scale * given
+            given = self._scale.clone() if given is None else self._scale * given
         align_gradients(optimizer)
         # torch's fused CPU kernels compare with 1, and a framework's sum over ranks may exceed it.
         optimizer.grad_scale, optimizer.found_inf = given, found_inf.ne(0).float()
@@ -416,7 +421,6 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("update")
         scale, states = self._loss_scale, self._per_optimizer_states
-        assert scale is not None
         if new_scale is not None:
             if isinstance(t := new_scale, Tensor) and (
                 t.device.type != self._device or t.numel() != 1 or t.requires_grad
@@ -428,7 +432,7 @@ class GradScaler(torch.amp.GradScaler):
             scale.set(new_scale)
             return states.clear()
         flags = [
-            self._found_inf(state) for state in states.values() if state["found_inf_per_device"] or "meshes" in state
+            self._flags(state)[0][1] for state in states.values() if state["found_inf_per_device"] or "meshes" in state
         ]
         if not flags and not any(state["stage"] is OptState.STEPPED for state in states.values()):
             raise AmpAssertionError(

@@ -18,7 +18,7 @@ from ampctx._errors import listed
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import values_of
-from ampctx.kernels.tensor_loops import device_of, dtype_of
+from ampctx.kernels.tensor_loops import device_of
 from ampctx.scaling.loss_scale import check_count
 
 DEFAULT_LENGTH = 10_000  # of a history
@@ -204,9 +204,6 @@ def gathered(numbers: Sequence[Tensor]) -> Tensor:
     """Tensors of one element on any mix of devices as one tensor, ``[len(numbers)]`` in fp32. No host sync."""
     if not numbers:
         return torch.empty(0)
-    devices = set(map(device_of, numbers))
-    if len(devices) == 1 and set(map(dtype_of, numbers)) == {torch.float32} and not any(map(Tensor.dim, numbers)):
-        return torch.stack(list(numbers))
     device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
     return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
 
