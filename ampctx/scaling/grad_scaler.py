@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
             ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
             does not wait for it. None, the default: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
-            if ranks hold different gradients. Each check of an optimizer is then an all_reduce of six numbers, in which
+            if ranks hold different gradients. Each step of an optimizer is then an all_reduce of six numbers, in which
             every rank must take part: else AmpRankError, also if the scales differ. Over NCCL the first and every
             1,000th is a host sync. Such a scaler cannot be pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
