@@ -197,11 +197,8 @@ def _write_back(storage: torch.UntypedStorage, content: torch.UntypedStorage) ->
 
 
 def _refill(value: Any, content: Any) -> None:
-    def ids(value: Any) -> list[int]:
-        return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
-
-    # Leave unchanged ones alone: some subclasses cannot be written to.
-    if ids(value) != ids(content):
+    parts = [[*map(id, v), *map(id, v.values() if isinstance(v, dict) else ())] for v in (value, content)]
+    if parts[0] != parts[1]:  # leave unchanged ones alone: some subclasses cannot be written to
         value.clear()
         value.extend(content) if isinstance(value, list) else value.update(content)
 

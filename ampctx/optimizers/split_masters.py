@@ -13,7 +13,7 @@ from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import without_amp
+from ampctx.optimizers._checkpoint import matched, without_amp
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
 from ampctx.weights.store import follow, joined
@@ -217,7 +217,12 @@ class SplitMasters(torch.optim.Optimizer):
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
-            rests = self._remainders(groups, given["state"])
+            rests: dict[Tensor, Tensor] = {}
+            for found in matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i)) or ():
+                for p, name, state in found.states:
+                    if p.dtype == torch.bfloat16 and _KEY in state:
+                        check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
+                        rests[p] = state[_KEY]
             states = {
                 key: {k: v for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
                 for key, state in given["state"].items()
@@ -238,17 +243,6 @@ class SplitMasters(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _remainders(self, groups: list[Group], states: dict[Any, Any]) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = {}
-        for g, (saved, group) in enumerate(zip(groups, self.param_groups, strict=False)):
-            for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=False)):
-                rest = states[key].get(_KEY) if isinstance(states.get(key), dict) else None
-                if rest is not None and p.dtype == torch.bfloat16:
-                    where = f"the state 'remainder' of {param_name(self.param_groups, g, i)}"
-                    check_tensor(where, rest, p.shape, torch.int16)
-                    found[p] = rest
-        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")
