@@ -603,11 +603,7 @@ def test_codes_of_another_optimizer_are_refused():
             AmpValueError,
             r"state_dtype is torch.float16, expected torch.float32 or torch.",
         ),
-        (
-            {"state_dtype": "4bit"},
-            AmpValueError,
-            "state_dtype is '4bit', expected torch.float32 or torch.bfloat16 or '8bit'",
-        ),
+        ({"state_dtype": "4bit"}, AmpValueError, "state_dtype is '4bit', expected torch.float32 or .* or '8bit'"),
         ({"state_dtype": None}, AmpValueError, "state_dtype is None, expected"),
         ({"state_dtype": {"exp_avg": "fp8"}}, AmpValueError, re.escape("state_dtype['exp_avg'] is 'fp8', expected")),
         (
