@@ -42,8 +42,7 @@ _OUT_OF_ORDER = {
     ("unscale_", OptState.UNSCALED): "unscale_() has already been called on this optimizer since the last update(). "
     f"Call unscale_, step and update once per step, after the last backward. {_SEE}",
     ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before, after the last backward.",
-    ("step", OptState.STEPPED): "step() has already been called since the last update(). Call update() after the last "
-    f"optimizer's step(). {_SEE}",
+    ("step", OptState.STEPPED): f"step() has already been called since the last update(). Call update() first. {_SEE}",
 }
 
 
@@ -171,19 +170,16 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         for steps in self._steps.values():
             steps.epoch += 1
-        return self._scaled(outputs, [])
+        return self._scaled(outputs)
 
-    def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
-        """``found`` holds the scale after the first tensor: the scale is created on its device."""
+    def _scaled(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not found:
-                if self._scale is None:
-                    self._lazy_init_scale_growth_tracker(value.device)
-                found.append(PerDevice(self._scale))
-            return value * found[0].on(value.device)
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(value.device)
+            return value * move(self._scale, value.device)
         if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
             raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
-        parts = (self._scaled(part, found) for part in value)
+        parts = map(self._scaled, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts)
         return type(value)(parts) if isinstance(value, (list, tuple)) else parts
