@@ -132,8 +132,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
-            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. To explain a function, such as a "
-            "loss, call it in the forward of a module."
+            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. Call a function in its forward."
         )
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module

@@ -95,8 +95,7 @@ def master_model(model: nn.Module, bindings: list[OptimizerBinding]) -> nn.Modul
     if name := next((n for n, p in model.named_parameters() if p in kept), None):
         raise AmpError(
             f"master_model: the master weight of {name} is in the optimizer's state (its option master_weights), and "
-            "a module cannot hold it. Use amp.master_state_dict(), or opt_level='O2' or 'O5', where amp keeps the "
-            "masters."
+            "a module cannot hold it. Use amp.master_state_dict(), or let amp keep masters (O2 or O5)."
         )
     masters = masters_of(bindings)
     memo: dict[int, Any] = {id(p): masters.get(p, p) for p in model.parameters()}

@@ -32,8 +32,7 @@ def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None =
 
     Args:
         opt_level: "O2" casts parameters and inputs to fp16, "O5" to bf16. "O0", "O1" and "O4" cast none.
-        reduce_dtype: the floating dtype in which ranks sum gradients, float32 by default. None: torch's choice. Unused
-            at "O0", "O1" and "O4".
+        reduce_dtype: the floating dtype in which ranks sum gradients at "O2" and "O5". None: torch's choice.
 
     Returns:
         A ``torch.distributed.fsdp.MixedPrecisionPolicy``.
@@ -79,8 +78,7 @@ def fully_shard(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
-        AmpError: the model is sharded already; torch 2.11 does not take parametrizations as units. Nothing has changed
-            then.
+        AmpError: the model is sharded already; torch 2.11 takes no parametrizations as units. Nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -197,8 +195,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     if not policy.keep_batchnorm_fp32 and (cast := in_fp32 - modules_in_fp32(model, False, kept.modules)):
         name = next(name for name, module in model.named_modules() if module in cast)
         raise _refused(
-            f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it at '
-            "None."
+            f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it out.'
         )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
     without, casts_outputs = list[Unit](), False
@@ -255,8 +252,7 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
             )
     if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
         raise _refused(
-            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its policy:"
-            f"{_lines(wanted)}"
+            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its:{_lines(wanted)}"
         )
     for name in kept:
         if dtypes[name] not in (None, torch.float32):

@@ -1,5 +1,4 @@
-"""Warnings about likely mistakes in a training loop, each kind once a run. They cost the loop nothing after its first
-steps, and no host sync."""
+"""Warnings about likely mistakes in a training loop, each kind once a run. No host sync, no cost after first steps."""
 
 from __future__ import annotations
 
@@ -157,8 +156,7 @@ class Hints:
         if optimizer in self.steps:
             self.warn(
                 f"{type(optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
-                "from before. Its loss scale is unknown, so ampctx dropped the gradient. Add parameters before their "
-                "backward."
+                "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward."
             )
 
 

@@ -139,8 +139,7 @@ class LeftGrads:
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
         """Begins a block of others. The returned function ends it: it marks the gradients that the block has written.
 
-        With masters it drops them instead, like those of 16-bit weights. It takes the ids of parameters that the block
-        itself unscales.
+        With masters it drops them, as of 16-bit weights. It takes the ids of parameters that the block unscales.
         """
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
@@ -168,8 +167,7 @@ class LeftGrads:
             self.joined = self._untouched(params) if self.marks else []
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
-        """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
-        inside the block is right."""
+        """Raises AmpError if the block would add its gradients to scaled ones. It may call ``zero_grad()`` first."""
         found, self.joined = self.joined, []
         self._refuse(found, optimizer, names, "and this block would add its own to them")
 

@@ -120,8 +120,7 @@ class _NamedRun:
         self.on = amp_state.policy_of(session, call).enabled
         if not isinstance(model, nn.Module):
             raise AmpTypeError(
-                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}. Put several models into one "
-                "nn.ModuleDict."
+                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}: several in one nn.ModuleDict."
             )
         reshard_units(model)
         self.params = _names_of(model)
@@ -266,8 +265,7 @@ class _NamedRun:
                     if not found:
                         raise AmpError(
                             f"{self.call}: {type(optimizer).__name__} does not show which state it keeps: a step "
-                            f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first, or "
-                            "save and load optimizer.state_dict()."
+                            f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first."
                         ) from error
             yield m, state, is_made_up
 
@@ -293,8 +291,7 @@ class _NamedRun:
         members = [m for _, of_one in self.optimizers for m in of_one]
         if unknown := tree["optim"].keys() - {m.name for m in members}:
             raise AmpKeyError(
-                f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps that parameter. Pass the '
-                "optimizers of the run that was saved."
+                f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps it. Pass those that were saved.'
             )
         if new := [m.name for m in members if m.name not in saved]:
             raise AmpKeyError(
@@ -385,8 +382,7 @@ class _NamedRun:
         return state
 
     def _amp_loaders(self, given: State, saved: _Facts, weights: State, other_level: bool) -> list[Loader]:
-        """Brings amp's part into the form of ``state``. At another level a scale that is static, there or here, stays
-        as it is here."""
+        """Brings amp's part into the form of ``state``. At another level, scales that are static there or here stay."""
         level, there = self.session.policy.opt_level, entry(given, "opt_level", str, 'state_dict["amp"]')
         if there != level and not other_level:
             raise AmpValueError(

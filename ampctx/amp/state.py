@@ -102,11 +102,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
             entries = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
             optimizers[-1]["loss_scales"] = {**entries, "deferred": _deferred_of(own, deferred)}
     if any(map(_drops_gradients, bindings)):
-        logger.warning(
-            "%s: there are gradients that no step has used. The state does not contain them. Save after "
-            "optimizer.step().",
-            call,
-        )
+        logger.warning("%s: gradients that no step has used are not in the state. Save after optimizer.step().", call)
     level = session.policy.opt_level
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
 

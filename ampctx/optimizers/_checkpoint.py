@@ -38,8 +38,7 @@ _VALUES: list[tuple[Collection[str], str, Callable[[float, float], bool]]] = [
 
 
 class SavedGroup(NamedTuple):
-    """One param group of a checkpoint, and the optimizer's own group. ``states``: (parameter of the optimizer, its
-    name, its saved state)."""
+    """A param group of a checkpoint, and the own one. ``states``: (own parameter, its name, saved state)."""
 
     saved: Group
     states: list[tuple[Tensor, str, State]]
@@ -107,8 +106,7 @@ def options_of(spec: OpSpec) -> list[str]:
 
 
 def check_options(names: Iterable[str], g: int, saved: Group) -> None:
-    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the values of the loading
-    optimizer."""
+    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the optimizer's values."""
     for name in names:
         entry(saved, name, object, f'state_dict["param_groups"][{g}]')
 

@@ -33,8 +33,7 @@ CPU = torch.device("cpu")
 
 
 class _Twin(NamedTuple):
-    """The host side of one parameter: ``weight``, whose ``grad`` is set for a step, the memory of that gradient, and
-    what both were made for."""
+    """The host side of a parameter: its weight, the memory of the gradient in a step, and what both were made for."""
 
     weight: Tensor
     grad: Tensor

@@ -43,8 +43,7 @@ def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
 
 
 def keep_options(saved: Group, own: Group) -> None:
-    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run, as for
-    masters."""
+    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run."""
     for name in DEFAULTS:
         saved.pop(name, None)
         if name in own:
@@ -69,8 +68,7 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
     if not names:
         if given is not _WIDE:
             raise AmpValueError(
-                f"state_dtype is {given!r}, and {of} keeps its state in torch.float32: a sum that only grows must not "
-                "be rounded. Leave it out."
+                f"state_dtype is {given!r}, and {of} keeps a sum that grows, in torch.float32 alone. Leave it out."
             )
         return
     if isinstance(given, Mapping):
@@ -91,8 +89,7 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
         group["min_8bit_size"] = size
     if group.get("amsgrad") and is_reduced(group):
         raise AmpValueError(
-            f"state_dtype={given!r} does not go with amsgrad=True: its running maximum must not be rounded down. Leave "
-            "out one of them."
+            f"state_dtype={given!r} does not go with amsgrad=True: its maximum must not be rounded. Leave out one."
         )
 
 

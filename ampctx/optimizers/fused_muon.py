@@ -194,8 +194,7 @@ class FusedMuon(FusedOptimizer):
     def _orthogonalize_rows(
         self, group: Group, placed: Any, params: Sequence[Tensor], directions: dict[Tensor, Tensor]
     ) -> None:
-        """Replaces the directions of the rank's rows of ``params``, which have one shape and lie on ``placed``: mesh
-        and placements."""
+        """Replaces the directions of the rank's rows of ``params``, of one shape. ``placed``: mesh and placements."""
         tensor, (mesh, placements) = sys.modules["torch.distributed.tensor"], placed
         own = [
             directions[p] if p in directions else torch.zeros_like(local([p])[0], dtype=torch.bfloat16) for p in params
@@ -227,7 +226,6 @@ class FusedMuon(FusedOptimizer):
         if check_flag("use_muon", saved.setdefault("use_muon", own)) != own:
             raise AmpValueError(
                 f"a param group of the checkpoint has use_muon={not own}, and the optimizer's group has use_muon={own}."
-                " Build the groups as in the run that saved it."
             )
         if not own:
             compare_decay(group, True, "groups with use_muon=False step by AdamW", "Save it from AdamW")
@@ -278,8 +276,7 @@ def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
 
 
 def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
-    """``function`` of directions (m, n) or (experts, m, n), all of one m and n, in stacks of at most
-    ``MOST_ELEMENTS``.
+    """``function`` of directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``.
 
     Raises:
         AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.

@@ -105,8 +105,7 @@ class Layers:
     ) -> list[Tensor]:
         """Adam's directions for the gradients times ``factor``, with weight decay, as new tensors. Moments advance.
 
-        ``taken``: the steps before this one, a number for each tensor, which is overwritten. After a skip the
-        directions are the decay alone.
+        ``taken``: the steps before, a number for each tensor; overwritten. After a skip directions are decay alone.
         """
         read, factor = self.lists["grads"], _factor_of_op(factor)
         if weight_decay != 0 and not adam_w_mode:

@@ -259,10 +259,7 @@ def _check_kind(kind: Any, options: Group) -> None:
         )
     for other, takes in ((torch.optim.LBFGS, "all of them as one"), (torch.optim.SparseAdam, "sparse gradients")):
         if issubclass(kind, other):
-            raise AmpValueError(
-                f"SplitMasters steps parameters in chunks, by dense gradients, and {other.__name__} {takes}. Keep fp32 "
-                "weights."
-            )
+            raise AmpValueError(f"SplitMasters steps in chunks, by dense gradients, and {other.__name__} {takes}.")
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise AmpValueError(
             f"SplitMasters steps parameters in chunks, which {kind.__name__} may not allow: classes of torch.optim do. "

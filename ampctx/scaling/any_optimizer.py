@@ -79,8 +79,8 @@ def align_gradients(optimizer: Any) -> None:
             if not is_dense(p):
                 raise AmpError(
                     f"{type(optimizer).__name__} with fused=True steps the wrong memory of "
-                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory. Make the "
-                    "parameter contiguous, or pass fused=False."
+                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block. Make it "
+                    "contiguous, or pass fused=False."
                 )
             if not same_layout(grad, p):
                 others.append((p, grad))

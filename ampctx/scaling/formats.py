@@ -40,8 +40,7 @@ def is_amp_state(state: Any) -> bool:
 
 
 def is_grad_scaler_state(state: Any) -> bool:
-    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". Not {} of a disabled
-    one."""
+    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker"."""
     return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
 
 

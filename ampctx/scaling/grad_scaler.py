@@ -193,8 +193,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones, and stores the result in ``.grad``.
 
         Raises:
-            AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5),
-                where scale_loss scales.
+            AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5).
             AmpAssertionError: ``scale`` was never called.
             AmpValueError: an fp16 gradient. Nothing has changed then.
         """
@@ -236,10 +235,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """``grad *= inv_scale``. Returns a flag for each device with gradients, starting from ``found_inf``. None: the
-        check alone. No host sync.
-
-        Frameworks override this method, so its four arguments and their order must stay.
+        """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
+        from ``found_inf``. No host sync. Frameworks override this method, so its arguments and their order must stay.
         """
         parameters = _params(optimizer)
         found, known = read_grads(parameters)
@@ -472,10 +469,7 @@ class GradScaler(torch.amp.GradScaler):
             AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
         """
         if optimizer is None and len(self._steps) > 1:
-            raise AmpError(
-                f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them: "
-                "scaler.history(optimizer)."
-            )
+            raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")
         steps = next(iter(self._steps.values()), None) if optimizer is None else self._steps.get(optimizer)
         return (StepHistory(0) if steps is None else steps.history).lists(last)
 

@@ -182,8 +182,7 @@ class LossScale:
             self.observer.checked(found_inf)
 
     def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
-        """The process groups whose ranks agree on flags: those of the gradients' meshes and the scale's own. None for
-        a static scale."""
+        """The process groups whose ranks agree on flags: of the gradients' meshes, and its own. None if static."""
         groups = dict.fromkeys([*of_meshes, self.process_group]) if self.dynamic else ()
         return [group for group in groups if group is not None]
 

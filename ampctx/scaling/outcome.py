@@ -219,8 +219,7 @@ class History(NamedTuple):
         skipped: whether the step was skipped.
         grad_norm: ``StepOutcome.grad_norm`` in fp32; nan if no call computed it.
         scale: by loss id, the scale of the loss; nan if the loss had no part in the step.
-        overflowed: by loss id, whether gradients were inf or nan. The loss id -1 means gradients from outside of
-            ``scale_loss`` blocks.
+        overflowed: by loss id, whether gradients were inf or nan. -1: gradients from outside of ``scale_loss``.
     """
 
     step: list[int]

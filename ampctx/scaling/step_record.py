@@ -61,8 +61,7 @@ class Known(NamedTuple):
 class StepRecord:
     """Decides and records the steps of one optimizer, without a reference to it.
 
-    The device counts the steps that it skips. Asynchronous copies bring the counts to the host, one at a time. Counts
-    only grow, so none is missed.
+    The device counts the steps that it skips. Asynchronous copies, one at a time, bring the counts to the host.
 
     Args:
         limit: the number of steps that may be skipped in a row. None: any number.
@@ -73,8 +72,7 @@ class StepRecord:
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
     ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
-    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: a step without any
-    gradient was warned of.
+    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned.
     """
 
     def __init__(
