@@ -563,9 +563,7 @@ def test_a_long_list_is_cut():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(
-        AmpTypeError, match="explain: model must be a torch.nn.Module, got function. Call a function in its forward"
-    ):
+    with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. Call a fun"):
         amp.explain(loss_of, torch.ones(1))
 
 
