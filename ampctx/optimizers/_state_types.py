@@ -246,7 +246,10 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
         return {coded.codes_key: mine.copy_(codes), coded.scales: mine_scales.copy_(scales)}
     codes, scales = _whole(codes), _whole(scales)
     low, high = (x.item() for x in torch.aminmax(scales)) if scales.numel() else (0.0, 0.0)
-    check_scales(f"the state {coded.scales!r} of {name}", low, high)
+    if not (low >= 0 and math.isfinite(high)):
+        raise AmpValueError(
+            f"the state {coded.scales!r} of {name} has scales that are no finite numbers >= 0: {DAMAGED}"
+        )
     value = laid_out_as(decoded(codes, scales), p)
     return {key: torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)}
 
@@ -293,13 +296,6 @@ def check_tensor(
         raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
     if not value.is_floating_point() if dtype is None else value.dtype != dtype:
         raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype or 'a floating type'}")
-
-
-def check_scales(where: str, low: float, high: float) -> None:
-    """Raises AmpValueError unless all scales are finite numbers >= 0."""
-    if not (low >= 0 and math.isfinite(high)):
-        wrong = low if not low >= 0 else high
-        raise AmpValueError(f"{where} has {wrong!r}, expected finite numbers >= 0: {DAMAGED}")
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------

@@ -109,7 +109,10 @@ class FusedMuon(FusedOptimizer):
             return
         for name in ("weight_decay", "eps"):
             group[name] = check_number(name, group[name])
-        group["ns_coefficients"] = _checked_coefficients(group["ns_coefficients"])
+        given = group["ns_coefficients"]
+        if isinstance(given, (str, bytes)) or not hasattr(given, "__len__") or len(given) != 3:
+            raise AmpTypeError(f"ns_coefficients must be three numbers, got {given!r}")
+        group["ns_coefficients"] = tuple(float(check_finite(f"ns_coefficients[{i}]", x)) for i, x in enumerate(given))
         steps = group["ns_steps"] = _options.plain(group["ns_steps"])
         if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
             raise AmpValueError(f"ns_steps is {steps!r}, expected an int from 0 to 99")
@@ -231,13 +234,6 @@ class FusedMuon(FusedOptimizer):
             compare_decay(group, True, "groups with use_muon=False step by AdamW", "Save it from AdamW")
             for name in ("amsgrad", "bias_correction"):
                 saved.setdefault(name, group.own[name])
-
-
-def _checked_coefficients(value: Any) -> tuple[float, float, float]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != 3:
-        raise AmpTypeError(f"ns_coefficients must be three numbers, got {value!r}")
-    a, b, c = (float(check_finite(f"ns_coefficients[{i}]", number)) for i, number in enumerate(value))
-    return a, b, c
 
 
 # --- the orthogonalisation --------------------------------------------------------------------------------------------
