@@ -247,9 +247,8 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
     codes, scales = _whole(codes), _whole(scales)
     low, high = (x.item() for x in torch.aminmax(scales)) if scales.numel() else (0.0, 0.0)
     if not (low >= 0 and math.isfinite(high)):
-        raise AmpValueError(
-            f"the state {coded.scales!r} of {name} has scales that are no finite numbers >= 0: {DAMAGED}"
-        )
+        wrong, what = high if low >= 0 else low, "finite numbers >= 0"
+        raise AmpValueError(f"the state {coded.scales!r} of {name} has {wrong!r}, expected {what}: {DAMAGED}")
     value = laid_out_as(decoded(codes, scales), p)
     return {key: torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)}
 
