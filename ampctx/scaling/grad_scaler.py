@@ -218,8 +218,8 @@ class GradScaler(torch.amp.GradScaler):
         state = states[key]
         if error := _OUT_OF_ORDER.get((call, state["stage"])):
             raise AmpError(error)
-        for where, p in _with_gradient(optimizer) if "unscaled" in state else ():
-            if id(p) not in state["unscaled"]:
+        if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
+            for where in (where for where, p in _with_gradient(optimizer) if id(p) not in state["unscaled"]):
                 raise AmpError(
                     f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
                     "before unscale_() or after update(), or set this gradient to None."
