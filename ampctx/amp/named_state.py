@@ -65,7 +65,7 @@ def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, 
         t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
         return (t.cpu() if to_cpu else t) if keep else None
 
-    result = map_leaves(tree, whole, objects=False)
+    result = map_leaves(tree, whole, False)
     return result if keep else {}
 
 
@@ -89,7 +89,7 @@ class Stateful:
     def state_dict(self) -> State:
         """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
         tree: State = self._session.get_state_dict(*self._of)
-        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, objects=False)
+        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, False)
 
     def load_state_dict(self, state_dict: State) -> None:
         self._session.set_state_dict(*self._of, state_dict, **self._options)
@@ -198,11 +198,9 @@ class _NamedRun:
                     "format": FORMAT,
                     "type": type(optimizer).__name__,
                     "groups": [
-                        {
-                            key: map_leaves(value, plain, objects=False)
-                            for key, value in group.items()
-                            if key != "param_names"
-                        }
+                        map_leaves(
+                            {k: v for k, v in group.items() if k != "param_names"} | {"params": ()}, plain, False
+                        )
                         | {"params": [next(names).name for _ in group["params"]]}
                         for group in optimizer.param_groups
                     ],
@@ -230,17 +228,14 @@ class _NamedRun:
     def _without_state(self, members: list[_Member], here: list[str]) -> list[str]:
         """The parameters that no rank has a state of. ``here``: those that this rank has none of, which may differ
         where ranks have parts of a parameter. One all_reduce for them."""
-        found = dict.fromkeys(here)
-        grids = grids_of(m.member for m in members)
+        found, grids = set(here), grids_of(m.member for m in members)
         for grid in dict.fromkeys(grids.values()):
             sharded: list[Any] = [(m.name, m.member) for m in members if is_sharded(m.member)]
             parts = [name for name, member in sharded if grids.get(member.device_mesh) is grid]
             some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
             grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
-            for name, has_state in zip(parts, some.tolist(), strict=True):
-                if has_state:
-                    found.pop(name, None)
-        return list(found)
+            found.difference_update(name for name, has_state in zip(parts, some.tolist(), strict=True) if has_state)
+        return [name for name in here if name in found]
 
     def _states(self, optimizer: Any, members: list[_Member]) -> Iterator[tuple[_Member, State, bool]]:
         """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
@@ -347,7 +342,7 @@ class _NamedRun:
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
                 states[m.key] = (
-                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, objects=False)
+                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, False)
                 )
         here, names = optimizer.state_dict(), iter(members)
         groups = [
