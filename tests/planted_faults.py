@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(grads, grads, flags, PerDevice(inv_scale))", "foreach.l2norm(grads, flags)",
+        "foreach.scale(grads, grads, raised, PerDevice(inv_scale))", "foreach.l2norm(grads, raised)",
         f"{AMP}grad_scaler.py",
     ),
     Fault(
