@@ -199,9 +199,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        with self._begun("unscale_", optimizer) as state:
+        with self._begun("unscale_", optimizer):
             self._check(optimizer, unscales=True)
-            state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
 
     @contextmanager
     def _begun(self, call: str, optimizer: Any) -> Iterator[dict[str, Any]]:
@@ -273,21 +272,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
         """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_flags`` will join them."""
-        scale, state = self._scale, self._per_optimizer_states[id(optimizer)]
+        scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            place_grads(params := _params(optimizer))
+            place_grads(params)
             if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
                 state["meshes"] = meshes
+        after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
-        return state["found_inf_per_device"]
+        flags = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
+        state.update(after, found_inf_per_device=flags)  # at once, for a second try after an interrupt
+        return flags
 
     def _flags(self, state: dict[str, Any]) -> Flags:
         """The flag of an optimizer's gradients on the scale's device. The same on all ranks, by one all_reduce."""
-        scale = self._loss_scale
-        flags = state["found_inf_per_device"]
+        scale, flags = self._loss_scale, state["found_inf_per_device"]
         found_inf = join_flags(flags.values(), scale.scale.device)
         if "meshes" in state:
             found_inf = scale.agreed(found_inf, state["meshes"], "GradScaler")
