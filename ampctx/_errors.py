@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+
+def listed(items: Iterable[Any], most: int = 3) -> str:
+    """The first ``most`` items in a line, and the number of others, for messages."""
+    found = list(map(str, items))
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 class AmpError(RuntimeError):

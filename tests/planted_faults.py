@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
-        "found_inf = join_flags(flags, scale.device)\n            states", "found_inf = flags[-1]\n            states",
+        "scale.update(join_flags(flags, flags[0].device))", "scale.update(flags[-1])",
         f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
     ),
     Fault(
@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(grads, grads, flags, PerDevice(inv_scale))", "foreach.l2norm(grads, flags)",
+        "foreach.scale(grads, grads, raised, PerDevice(inv_scale))", "foreach.l2norm(grads, raised)",
         f"{AMP}grad_scaler.py",
     ),
     Fault(
@@ -388,7 +388,7 @@ FAULTS = [
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",
-        "self._poll()\n        self.outcome", "self.skipped_steps()\n        self.outcome",
+        "self._poll()\n        self.history", "self.skipped_steps()\n        self.history",
         f"{ROWS}endless_overflows.py {ROWS}outcome_of_each_step.py {AMP}history.py",
     ),
     Fault(

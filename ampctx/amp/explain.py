@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 # torch's notes on extending PyTorch import it from this private module. A test guards it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampctx._errors import AmpError, AmpTypeError
-from ampctx.casts.arguments import LOW_PRECISION, map_leaves
+from ampctx._errors import AmpError, AmpTypeError, listed
+from ampctx.casts.arguments import LOW_PRECISION, map_leaves, tensors_in
 from ampctx.kernels.sharding import reshard_units
 
 # Ops that compute nothing, besides those that return views.
@@ -132,8 +132,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
-            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. To explain a function, such as a "
-            "loss, call it in the forward of a module."
+            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. Call a function in its forward."
         )
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
@@ -175,7 +174,7 @@ def _restored(model: nn.Module, batch: Iterable[Tensor], recorder: _Recorder) ->
         for p in parameters:
             undo.callback(setattr, p, "grad", p.grad)
             undo.callback(p.requires_grad_, p.requires_grad)
-        # Through storages: a tensor's copy_ would count as a write, which graphs from before refuse.
+        # Through storages: a tensor's copy_ would count as a write, which backwards of before refuse.
         found = map(_storage, (*parameters, *buffers, *(p.grad for p in parameters if p.grad is not None)))
         for storage in {each.data_ptr(): each for each in found if each is not None}.values():
             undo.callback(_write_back, storage, storage.clone())
@@ -197,21 +196,10 @@ def _write_back(storage: torch.UntypedStorage, content: torch.UntypedStorage) ->
 
 
 def _refill(value: Any, content: Any) -> None:
-    def ids(value: Any) -> list[int]:
-        return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
-
-    # Leave unchanged ones alone: some subclasses cannot be written to.
-    if ids(value) != ids(content):
+    parts = [[*map(id, v), *map(id, v.values() if isinstance(v, dict) else ())] for v in (value, content)]
+    if parts[0] != parts[1]:  # leave unchanged ones alone: some subclasses cannot be written to
         value.clear()
         value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [t for part in value for t in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
@@ -261,8 +249,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
-        operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point() or t.is_complex()]
-        if not operands or op in _BOOKKEEPING or (result is not None and not _tensors(result)):  # a size or a number
+        operands = [t for t in tensors_in(args, dict(kwargs)) if t.is_floating_point() or t.is_complex()]
+        if (
+            not operands or op in _BOOKKEEPING or (result is not None and not tensors_in((result,), {}))
+        ):  # a size or a number
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
@@ -291,7 +281,11 @@ class _Recorder(TorchDispatchMode):
     def explanation(self) -> Explanation:
         ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
-        hints = [f"{text}: {_listed(calls)}" for text, calls in self._hints.items() if calls]
+        found = {
+            text: [call + (f" {n} times" if n > 1 else "") for call, n in calls.items()]
+            for text, calls in self._hints.items()
+        }
+        hints = [f"{text}: {listed(calls)}" for text, calls in found.items() if calls]
         return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 
@@ -299,14 +293,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(calls: Counter[str]) -> str:
-    shown = [call + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:3]]
-    return ", ".join(shown + [f"{len(calls) - 3} more"] * (len(calls) > 3))
-
-
 def _misfit(op: str, args: tuple) -> str:
     """The shapes of a product with a dimension that tensor cores have no tile for, "" if all fit."""
-    tensors, dims, shapes = _tensors(args), list[int](), ""
+    tensors, dims, shapes = tensors_in(args, {}), list[int](), ""
     if any(t.is_nested for t in tensors):
         return ""
     sizes = ["x".join(map(str, t.shape)) for t in tensors]

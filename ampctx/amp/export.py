@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
-from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import local, reshard_units
-from ampctx.weights.store import EXTRAS
+from ampctx.weights.store import STORES
 
 # Entries of other floating types (float8) stay as they are.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,9 +37,9 @@ def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Te
             for p, master in zip(group["params"], shown["params"], strict=True):
                 if master is not None and p.dtype in LOW_PRECISION:
                     # Where the model was changed, use its value, as the next step would.
-                    is_split = EXTRAS["split"] in optimizer.state.get(p, {})
-                    rounded = split(master)[0] if is_split else master.to(p.dtype)
-                    here = p.detach().to(master.device)  # an optimizer with offload has its masters on the CPU
+                    store = STORES.get(optimizer.layout_of(p), STORES["copy"])
+                    rounded, _ = store.divided(master, p.dtype, None)
+                    here = p.detach().to(master.device)  # masters may be in host memory
                     result[p] = torch.where(rounded == here, master, here.to(master.dtype))
     return result
 
@@ -96,8 +95,7 @@ def master_model(model: nn.Module, bindings: list[OptimizerBinding]) -> nn.Modul
     if name := next((n for n, p in model.named_parameters() if p in kept), None):
         raise AmpError(
             f"master_model: the master weight of {name} is in the optimizer's state (its option master_weights), and "
-            "a module cannot hold it. Use amp.master_state_dict(), or opt_level='O2' or 'O5', where amp keeps the "
-            "masters."
+            "a module cannot hold it. Use amp.master_state_dict(), or let amp keep masters (O2 or O5)."
         )
     masters = masters_of(bindings)
     memo: dict[int, Any] = {id(p): masters.get(p, p) for p in model.parameters()}

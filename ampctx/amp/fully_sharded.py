@@ -32,8 +32,7 @@ def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None =
 
     Args:
         opt_level: "O2" casts parameters and inputs to fp16, "O5" to bf16. "O0", "O1" and "O4" cast none.
-        reduce_dtype: the floating dtype in which ranks sum gradients, float32 by default. None: torch's choice. Unused
-            at "O0", "O1" and "O4".
+        reduce_dtype: the floating dtype in which ranks sum gradients at "O2" and "O5". None: torch's choice.
 
     Returns:
         A ``torch.distributed.fsdp.MixedPrecisionPolicy``.
@@ -79,8 +78,7 @@ def fully_shard(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
-        AmpError: the model is sharded already; torch 2.11 does not take parametrizations as units. Nothing has changed
-            then.
+        AmpError: the model is sharded already; torch 2.11 takes no parametrizations as units. Nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -91,7 +89,13 @@ def fully_shard(
     low = _low_dtype(opt_level)
     level = resolve(opt_level, keep_fp32=keep_fp32)
     policy = _policy(low, reduce_dtype)
-    chosen = {model, *_found(model, modules_or_classes(level, "units", units))}
+    chosen = {model}
+    for unit in modules_or_classes(level, "units", units):
+        is_class = isinstance(unit, type)
+        if not (found := {m for m in model.modules() if m is unit or (is_class and isinstance(m, unit))}):
+            name = (unit if is_class else type(unit)).__name__
+            raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
+        chosen |= found
     kept: KeptModules | None = None
     hand_over: set[nn.Module] = set()
     if low is not None:
@@ -141,17 +145,6 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
     return MixedPrecisionPolicy() if low is None else MixedPrecisionPolicy(low, reduce_dtype)
 
 
-def _found(model: nn.Module, entries: tuple[Any, ...]) -> set[nn.Module]:
-    chosen: set[nn.Module] = set()
-    for entry in entries:
-        is_class = isinstance(entry, type)
-        if not (found := {m for m in model.modules() if m is entry or (is_class and isinstance(m, entry))}):
-            name = (entry if is_class else type(entry)).__name__
-            raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
-        chosen |= found
-    return chosen
-
-
 # --- initialize -------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +186,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
         if all(p.dtype == low for p in model.parameters() if p.is_floating_point()):
             return None  # 16-bit shards: the optimizer keeps what their dtype cannot
         raise _refused(
-            f"{policy.opt_level} {'with split' if policy.master_weights else 'without'} master weights does not work "
+            f"{policy.opt_level} with master_weights={policy.master_weights!r} does not work "
             "under fully_shard, whose fp32 shards are the masters. Use O2 or O5, and leave master_weights at None."
         )
     if outside:
@@ -202,8 +195,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     if not policy.keep_batchnorm_fp32 and (cast := in_fp32 - modules_in_fp32(model, False, kept.modules)):
         name = next(name for name, module in model.named_modules() if module in cast)
         raise _refused(
-            f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it at '
-            "None."
+            f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it out.'
         )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
     without, casts_outputs = list[Unit](), False
@@ -260,8 +252,7 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
             )
     if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
         raise _refused(
-            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its policy:"
-            f"{_lines(wanted)}"
+            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its:{_lines(wanted)}"
         )
     for name in kept:
         if dtypes[name] not in (None, torch.float32):

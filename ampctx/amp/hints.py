@@ -1,5 +1,4 @@
-"""Warnings about likely mistakes in a training loop, each kind once a run. They cost the loop nothing after its first
-steps, and no host sync."""
+"""Warnings about likely mistakes in a training loop, each kind once a run. No host sync, no cost after first steps."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
 from ampctx.casts.arguments import Undo
 
@@ -61,10 +61,10 @@ class Hints:
         if block.scaled.requires_grad and loss not in proved:
             block.scaled.register_hook(lambda grad: proved.add(loss))
         hooked = {id(p) for p in block.leaves if _has_hooks(p)}
-        if names := [name for model in self.names.by_model() for name, p in model.items() if id(p) in hooked]:
+        if names := [f'"{n}"' for model in self.names.by_model() for n, p in model.items() if id(p) in hooked]:
             self.say(
                 "hooks",
-                f"amp.scale_loss: hooks on {_listed(names)} see gradients multiplied by the loss scale. A hook may "
+                f"amp.scale_loss: hooks on {listed(names)} see gradients multiplied by the loss scale. A hook may "
                 "mask or average them there. Clip, compare and log gradients after the block, with "
                 "amp.master_params(optimizer). See docs/errors.md#see-gradients-multiplied-by-the-loss-scale.",
             )
@@ -122,10 +122,10 @@ class Hints:
         # Rare, so that looking at every live optimizer is cheap enough.
         alive = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)] if found else []
         elsewhere = {id(p) for o in alive for group in getattr(o, "param_groups", ()) for p in group["params"]}
-        if names := [name for name, p in found.items() if id(p) not in elsewhere]:
+        if names := [f'"{name}"' for name, p in found.items() if id(p) not in elsewhere]:
             self.say(
                 "untrained",
-                f"{call}: {_listed(names)} got gradients and are in no optimizer, so that this step does not train "
+                f"{call}: {listed(names)} got gradients and are in no optimizer, so that this step does not train "
                 "them. Make the optimizer after the last change of the model, call optimizer.add_param_group(...) for "
                 "new parameters, or set requires_grad_(False) on parameters that should not train. "
                 "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
@@ -155,9 +155,8 @@ class Hints:
     def dropped(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:
             self.warn(
-                f"{type(optimizer).__name__}.step(): {_listed(names, quote='')} joined the optimizer with a gradient "
-                "from before. Its loss scale is unknown, so ampctx dropped the gradient. Add parameters before their "
-                "backward."
+                f"{type(optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
+                "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward."
             )
 
 
@@ -171,9 +170,3 @@ def _has_hooks(p: Tensor) -> bool:
     hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
     functions = [getattr(hook, "func", hook) for hook in hooks]  # of partial ones, as FSDP's
     return any(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
-
-
-def _listed(names: list[str], quote: str = '"') -> str:
-    """The first three names, and the number of others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"{quote}{name}{quote}" for name in names[:3]) + more

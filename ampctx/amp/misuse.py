@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
+from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
-from ampctx.scaling.step_record import is_capturing
+from ampctx.scaling.step_record import host_may_read
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 
@@ -139,8 +139,7 @@ class LeftGrads:
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
         """Begins a block of others. The returned function ends it: it marks the gradients that the block has written.
 
-        With masters it drops them instead, like those of 16-bit weights. It takes the ids of parameters that the block
-        itself unscales.
+        With masters it drops them, as of 16-bit weights. It takes the ids of parameters that the block unscales.
         """
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
@@ -168,8 +167,7 @@ class LeftGrads:
             self.joined = self._untouched(params) if self.marks else []
 
     def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
-        """Raises AmpError if the block would add its gradients to scaled ones. Not when it begins: ``zero_grad()``
-        inside the block is right."""
+        """Raises AmpError if the block would add its gradients to scaled ones. It may call ``zero_grad()`` first."""
         found, self.joined = self.joined, []
         self._refuse(found, optimizer, names, "and this block would add its own to them")
 
@@ -188,14 +186,13 @@ class LeftGrads:
         return found
 
     def _refuse(self, found: list, optimizer: Any, names: Callable[[], Mapping[int, str]], why: str) -> None:
-        if not found or is_capturing():
+        if not found or not host_may_read():
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()
-        listed = [names()[id(p)] for p, _ in found[:3]]
         raise AmpError(
             f"{type(optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled gradients in "
-            f"{', '.join(listed)}{' and others' * (len(found) > 3)}, {why}. Name every optimizer that the "
+            f"{listed(names()[id(p)] for p, _ in found)}, {why}. Name every optimizer that the "
             "backward reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before "
             "its own backward. See docs/errors.md#has-left-scaled-gradients-in."
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -27,14 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx._version import __version__
 from ampctx.amp import ranks, torch_state
 from ampctx.amp import state as amp_state
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import is_rank_zero
-from ampctx.amp.state import FORMAT, Loader, State, check_format, checked, entry, typed
+from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
 from ampctx.amp.step import OptimizerBinding
-from ampctx.casts.arguments import LOW_PRECISION, autocast_off
+from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
@@ -64,7 +65,7 @@ def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, 
         t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
         return (t.cpu() if to_cpu else t) if keep else None
 
-    result = _mapped(tree, whole)
+    result = map_leaves(tree, whole, False)
     return result if keep else {}
 
 
@@ -88,19 +89,10 @@ class Stateful:
     def state_dict(self) -> State:
         """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
         tree: State = self._session.get_state_dict(*self._of)
-        return tree if torch_state.is_calling(torch_state.SAVER) else _mapped(tree, Tensor.clone)
+        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, False)
 
     def load_state_dict(self, state_dict: State) -> None:
         self._session.set_state_dict(*self._of, state_dict, **self._options)
-
-
-def _mapped(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The tree with ``fn(t)`` in the place of each tensor in its dicts, lists and tuples."""
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, fn) for key, value in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_mapped(value, fn) for value in tree)
-    return fn(tree) if isinstance(tree, Tensor) else tree
 
 
 class _Member(NamedTuple):
@@ -128,8 +120,7 @@ class _NamedRun:
         self.on = amp_state.policy_of(session, call).enabled
         if not isinstance(model, nn.Module):
             raise AmpTypeError(
-                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}. Put several models into one "
-                "nn.ModuleDict."
+                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}: several in one nn.ModuleDict."
             )
         reshard_units(model)
         self.params = _names_of(model)
@@ -207,7 +198,9 @@ class _NamedRun:
                     "format": FORMAT,
                     "type": type(optimizer).__name__,
                     "groups": [
-                        {key: _mapped(value, plain) for key, value in group.items() if key != "param_names"}
+                        map_leaves(
+                            {k: v for k, v in group.items() if k != "param_names"} | {"params": ()}, plain, False
+                        )
                         | {"params": [next(names).name for _ in group["params"]]}
                         for group in optimizer.param_groups
                     ],
@@ -235,17 +228,14 @@ class _NamedRun:
     def _without_state(self, members: list[_Member], here: list[str]) -> list[str]:
         """The parameters that no rank has a state of. ``here``: those that this rank has none of, which may differ
         where ranks have parts of a parameter. One all_reduce for them."""
-        found = dict.fromkeys(here)
-        grids = grids_of(m.member for m in members)
+        found, grids = set(here), grids_of(m.member for m in members)
         for grid in dict.fromkeys(grids.values()):
             sharded: list[Any] = [(m.name, m.member) for m in members if is_sharded(m.member)]
             parts = [name for name, member in sharded if grids.get(member.device_mesh) is grid]
             some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
             grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
-            for name, has_state in zip(parts, some.tolist(), strict=True):
-                if has_state:
-                    found.pop(name, None)
-        return list(found)
+            found.difference_update(name for name, has_state in zip(parts, some.tolist(), strict=True) if has_state)
+        return [name for name in here if name in found]
 
     def _states(self, optimizer: Any, members: list[_Member]) -> Iterator[tuple[_Member, State, bool]]:
         """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
@@ -270,8 +260,7 @@ class _NamedRun:
                     if not found:
                         raise AmpError(
                             f"{self.call}: {type(optimizer).__name__} does not show which state it keeps: a step "
-                            f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first, or "
-                            "save and load optimizer.state_dict()."
+                            f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first."
                         ) from error
             yield m, state, is_made_up
 
@@ -297,8 +286,7 @@ class _NamedRun:
         members = [m for _, of_one in self.optimizers for m in of_one]
         if unknown := tree["optim"].keys() - {m.name for m in members}:
             raise AmpKeyError(
-                f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps that parameter. Pass the '
-                "optimizers of the run that was saved."
+                f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps it. Pass those that were saved.'
             )
         if new := [m.name for m in members if m.name not in saved]:
             raise AmpKeyError(
@@ -353,7 +341,9 @@ class _NamedRun:
                 values.update(dict.fromkeys(m.names, weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[m.key] = state if isinstance(optimizer, FusedOptimizer) else _mapped(state, Tensor.clone)
+                states[m.key] = (
+                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, False)
+                )
         here, names = optimizer.state_dict(), iter(members)
         groups = [
             {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
@@ -387,8 +377,7 @@ class _NamedRun:
         return state
 
     def _amp_loaders(self, given: State, saved: _Facts, weights: State, other_level: bool) -> list[Loader]:
-        """Brings amp's part into the form of ``state``. At another level a scale that is static, there or here, stays
-        as it is here."""
+        """Brings amp's part into the form of ``state``. At another level, scales that are static there or here stay."""
         level, there = self.session.policy.opt_level, entry(given, "opt_level", str, 'state_dict["amp"]')
         if there != level and not other_level:
             raise AmpValueError(
@@ -488,7 +477,7 @@ def _moments_of(state: State) -> State:
 
 def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
     """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros,
-    so that weights and state of the run stay as they are. It raises where it needs a closure, say."""
+    so that weights and state of the run stay as they are. It raises where one needs more, say."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.first_state(member, dict(group))
     if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:

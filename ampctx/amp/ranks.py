@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import check_process_group, is_distributed, maximum_over_ranks, ranks_of
-from ampctx._errors import AmpError, AmpRankError
+from ampctx._errors import AmpError, AmpRankError, listed
 from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.step import OptimizerBinding
 from ampctx.kernels.sharding import is_sharded
@@ -95,8 +95,7 @@ def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -
 
 
 def _listed(items: Iterable[Any]) -> str:
-    found = list(map(str, items))
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "") or "none"
+    return listed(items, most=12) or "none"
 
 
 @torch.no_grad()

@@ -47,9 +47,8 @@ from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
-from ampctx.scaling.outcome import StepOutcome
+from ampctx.scaling.outcome import DEFAULT_LENGTH, History, StepHistory, StepOutcome
 from ampctx.scaling.step_record import StepRecord
 from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams

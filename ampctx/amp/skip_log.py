@@ -8,9 +8,10 @@ from collections.abc import Container
 import torch
 
 from ampctx._collectives import is_distributed
+from ampctx._errors import listed
 from ampctx.amp.events import Events, tell
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, listed
+from ampctx.scaling.outcome import Culprits
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 
 logger = logging.getLogger("ampctx")

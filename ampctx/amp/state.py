@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import check_process_group
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpKeyError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx.amp import ranks
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import autocast_off
@@ -82,11 +83,15 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     for binding in bindings:
         binding.refuse_state(call, perturbed=True)
     scales, deferred = session.loss_scales, session._deferred
-    optimizers = []
+    optimizers, are_lost = [], False
     for binding in bindings:
         binding.follow_groups()
-        binding.masters.resync()
+        (masters := binding.masters).resync()
         params = _params(binding)
+        # Gradients that the next step uses, as it seems.
+        are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
+        are_lost |= any(stored_grad(m) is not None for m in masters.masters)
+        are_lost |= bool(binding.flags.by_loss) and any(p.grad is not None for p in masters.leaves)
         used = binding.flags.scales_used.items()
         optimizers.append(
             {
@@ -100,22 +105,10 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
         if (own := binding.loss_scales) is not scales:
             entries = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
             optimizers[-1]["loss_scales"] = {**entries, "deferred": _deferred_of(own, deferred)}
-    if any(map(_drops_gradients, bindings)):
-        logger.warning(
-            "%s: there are gradients that no step has used. The state does not contain them. Save after "
-            "optimizer.step().",
-            call,
-        )
+    if are_lost:
+        logger.warning("%s: gradients that no step has used are not in the state. Save after optimizer.step().", call)
     level = session.policy.opt_level
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
-
-
-def _drops_gradients(binding: OptimizerBinding) -> bool:
-    """Whether there seem to be gradients that the next step uses."""
-    masters = binding.masters
-    of_masters = masters.place.pending is not None or any(stored_grad(m) is not None for m in masters.masters)
-    of_leaves = binding.flags.by_loss and any(p.grad is not None for p in masters.leaves)
-    return bool(not binding.gradients.is_idle or of_masters or of_leaves)
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:
@@ -307,18 +300,6 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         binding.restore(flags, dict(scales_used))
 
     return load
-
-
-def typed(value: Any, kind: type, where: str) -> None:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise AmpTypeError(f"{where} must be a {kind.__name__}, got {type(value).__name__}")
-
-
-def entry(state: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    if key not in state:
-        raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
-    typed(state[key], kind, f'{where}["{key}"]')
-    return state[key]
 
 
 def _by_id(state: Mapping[str, Any], key: str, where: str, ids: range, kind: type) -> dict[int, Any]:

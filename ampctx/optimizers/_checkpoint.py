@@ -13,25 +13,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
+from ampctx._saved import entry, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF, State
+from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.weights.store import EXTRAS
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
-# Sums and averages of squares, and norms: 0 or above. The others are averages of gradients.
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
+# Keys, and what the lowest and the highest of their values may be. The first row with a key counts.
+_VALUES: list[tuple[Collection[str], str, Callable[[float, float], bool]]] = [
+    (SCALES_OF, "finite numbers >= 0", lambda low, high: low >= 0 and math.isfinite(high)),
+    (CODES_OF, "codes from -127 to 127", lambda low, high: low >= -127),
+    ({"step"}, "a count", lambda low, high: 0 <= low < math.inf and low == int(low)),
+    # Sums and averages of squares, and norms. inf is an overflow.
+    ({"exp_avg_sq", "max_exp_avg_sq", "sum"}, "numbers >= 0", lambda low, high: low >= 0),
+    (KEPT, "finite numbers", lambda low, high: math.isfinite(low) and math.isfinite(high)),
+]
 
 
 class SavedGroup(NamedTuple):
-    """One param group of a checkpoint, and the optimizer's own group. ``states``: (parameter of the optimizer, its
-    name, its saved state)."""
+    """A param group of a checkpoint, and the own one. ``states``: (own parameter, its name, saved state)."""
 
     saved: Group
     states: list[tuple[Tensor, str, State]]
@@ -41,28 +48,15 @@ class SavedGroup(NamedTuple):
 def matched(
     checkpoint: Mapping[str, Any], groups: list[Group], name: Callable[[int, int], str]
 ) -> list[SavedGroup] | None:
-    """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then.
-
-    Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: a missing entry, an entry of the wrong type, or an ambiguous id.
-    """
-    saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
+    """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then. Refuses
+    missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
-    if not isinstance(saved_groups, (list, tuple)):
-        raise AmpTypeError(f"the 'param_groups' of the checkpoint is of type {type(saved_groups).__name__}, not a list")
-    if "state" not in checkpoint:
-        raise AmpKeyError(f"the checkpoint has no 'state', only {_listed(checkpoint)}")
-    if not isinstance(states, Mapping):
-        raise AmpTypeError(f"the 'state' of the checkpoint is of type {type(states).__name__}, expected a dict")
+    saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
+    states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):
-        where = f"param_groups[{g}] of the checkpoint"
-        if not isinstance(saved, Mapping):
-            raise AmpTypeError(f"{where} is of type {type(saved).__name__}, expected a dict")
-        if "params" not in saved:
-            raise AmpKeyError(f"{where} has no 'params', only {_listed(saved)}")
-        if not isinstance(saved["params"], (list, tuple)):
-            raise AmpTypeError(f"{where}: 'params' is of type {type(saved['params']).__name__}, expected a list")
+        typed(saved, Mapping, f'state_dict["param_groups"][{g}]')
+        entry(saved, "params", (list, tuple), f'state_dict["param_groups"][{g}]')
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
     found, stands_for = [], dict[Any, Tensor]()
@@ -76,31 +70,23 @@ def matched(
                     "would get the state of the other. Save the optimizer's state_dict() again."
                 )
             state = states.get(key, {})
-            if not isinstance(state, Mapping):
-                raise AmpTypeError(f"the state of {name(g, i)} is of type {type(state).__name__}, expected a dict")
+            typed(state, Mapping, f"the state of {name(g, i)}")
             if key in states:
                 entries.append((p, name(g, i), {k: value for k, value in state.items() if value is not None}))
         found.append(SavedGroup(dict(saved), entries, group))
     return found
 
 
-def _listed(entries: Iterable[Any]) -> list[str]:
-    return sorted(map(str, entries))
-
-
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
-    """The entries of the state that belong to no parameter, unchanged.
-
-    Raises:
-        AmpKeyError: state of a parameter that no group has. It would be lost.
-    """
+    """The entries of the state that belong to no parameter, unchanged. Refuses the state of a parameter that no group
+    has: it would be lost."""
     ids = {key for group in checkpoint["param_groups"] for key in group["params"]}
     found = {key: value for key, value in checkpoint["state"].items() if key not in ids}
     for key, value in found.items():
         if isinstance(value, Mapping) and not KEPT.isdisjoint(value):
             raise AmpKeyError(
                 f"the checkpoint has state for {key!r} ({type(key).__name__}), and no param group has a parameter of "
-                f"that name: {_listed(ids)[:8]}. This state would be lost."
+                f"that name: {listed(ids, 8)}. This state would be lost."
             )
     return found
 
@@ -120,13 +106,9 @@ def options_of(spec: OpSpec) -> list[str]:
 
 
 def check_options(names: Iterable[str], g: int, saved: Group) -> None:
-    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the values of the loading
-    optimizer."""
+    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the optimizer's values."""
     for name in names:
-        if name not in saved:
-            raise AmpKeyError(
-                f"a param group of the checkpoint has no {name!r}: param_groups[{g}] has only {_listed(saved)}"
-            )
+        entry(saved, name, object, f'state_dict["param_groups"][{g}]')
 
 
 def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
@@ -146,29 +128,22 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
         needed = kept.if_set != "momentum" and (not kept.if_set or group[kept.if_set])
         has_codes = bool(kept.code) and not state.keys().isdisjoint((kept.codes_key, kept.scales))
         if needed and kept.key not in state and not has_codes:
-            raise AmpKeyError(
-                f"the state of {name} has no {kept.key!r}, only {_listed(state)}. It would start at 0 beside the rest."
-            )
+            raise AmpKeyError(f"the state of {name} has no {kept.key!r}, only {listed(state, 8)}. It would start at 0.")
     if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
         return
     # A count of 0 is right if all of the state is 0.
     if any(isinstance(t, Tensor) and not t.is_meta and bool(t.any()) for t in state.values()):
         raise AmpKeyError(
-            f"the state of {name} has no 'step', only {_listed(state)}. Bias correction would start again. Put the "
+            f"the state of {name} has no 'step', only {listed(state, 8)}. Bias correction would start again. Put the "
             "number of steps there, or into its param group as 'step'."
         )
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
     """Copies ``state`` for parameter ``p`` to its device, with tensors of its size in its layout and the state's dtype.
+    Refuses a tensor of another size or dtype, by name.
 
-    Args:
-        one_element: keys of one number, which become 0-d fp32 tensors.
-        dropped: keys to leave out.
-
-    Raises:
-        AmpValueError: a tensor of another size or dtype, or a number instead of a tensor; by name.
-        AmpTypeError: no number for a key of ``one_element``.
+    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out.
     """
     result: State = {}
     for key, value in state.items():
@@ -186,7 +161,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             result[key] = _number(value, where, p)
             continue
         if key in SIZED:
-            dtype = torch.int16 if key == EXTRAS["split"] else None
+            dtype = torch.int16 if key == "remainder" else None
             _state_types.check_tensor(where, value, p.shape, dtype, p.is_meta)
         if isinstance(value, Tensor) and value.shape == p.shape and value.layout == torch.strided:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
@@ -198,12 +173,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
 
 
 def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> None:
-    """Checks for values that no run produces: nan, invalid counts, squares below 0. inf in a square is an overflow and
-    allowed. One host sync for each device.
-
-    Raises:
-        AmpValueError: an invalid value, by name.
-    """
+    """Refuses values that no run produces, by name. One host sync for each device."""
     looked_at: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
     for p, state in states.items():
         for key in (*KEPT.intersection(state), *{"step"}.intersection(state)):
@@ -215,22 +185,10 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
         wide = torch.float64 if any(value.dtype == torch.float64 for _, _, value in found) else torch.float32
         ends = [torch.stack(torch.aminmax(value.detach())).to(wide) for _, _, value in found]
         for (key, p, _), (low, high) in zip(found, torch.stack(ends).tolist(), strict=True):
-            where = f"the state {key!r} of {names[p]}"
-            expected, value = "", low
-            if key in SCALES_OF:
-                _state_types.check_scales(where, low, high)
-            elif key in CODES_OF:
-                if low < -127:
-                    raise AmpValueError(f"{where} has {low:g}, expected codes from -127 to 127: the file is damaged")
-            elif key == "step":
-                if not (0 <= low < math.inf and low == int(low)):
-                    raise AmpValueError(f"{where} is {low!r}, expected a count")
-            elif key in SQUARES:
-                expected, value = "" if low >= 0 else "numbers >= 0", low
-            elif not (math.isfinite(low) and math.isfinite(high)):
-                expected, value = "finite numbers", high if math.isfinite(low) else low
-            if expected:
-                raise AmpValueError(f"{where} has {value!r}, expected {expected}: {_state_types.DAMAGED}")
+            expected, fits = next((what, fits) for keys, what, fits in _VALUES if key in keys)
+            if not fits(low, high):
+                wrong = high if fits(low, low) else low
+                raise AmpValueError(f"the state {key!r} of {names[p]} has {wrong:g}, expected {expected}: {DAMAGED}")
 
 
 def _number(value: Any, where: str, p: Tensor) -> Tensor:

@@ -33,8 +33,7 @@ CPU = torch.device("cpu")
 
 
 class _Twin(NamedTuple):
-    """The host side of one parameter: ``weight``, whose ``grad`` is set for a step, the memory of that gradient, and
-    what both were made for."""
+    """The host side of a parameter: its weight, the memory of the gradient in a step, and what both were made for."""
 
     weight: Tensor
     grad: Tensor
@@ -58,12 +57,7 @@ class Offload:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def add(self, optimizer: Any, g: int) -> None:
-        """Takes the host memory of a param group.
-
-        Raises:
-            AmpError: a DTensor.
-            AmpValueError: too little host memory, with the bytes that are needed.
-        """
+        """Takes the host memory of a param group. Refuses a DTensor, and too little memory, with the bytes needed."""
         group = optimizer.param_groups[g]
         for i, p in enumerate(group["params"]):
             if is_sharded(p):
@@ -168,7 +162,9 @@ class Offload:
         """The step of ``optimizer``, after its checks of options."""
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         self._drop(self._twins.keys() - set(members))
-        grads = self._gradients(optimizer, members)
+        for g, i, p, _ in with_grads(type(optimizer).__name__, optimizer.param_groups):
+            optimizer._check_param(g, i, p)
+        grads: dict[Tensor, Tensor] = {p: p.grad for p in members if p.grad is not None}
         self._fit(members)
         lanes = {device: self.lane(device) for device in {p.device for p in grads}}
         for p in grads:
@@ -202,12 +198,6 @@ class Offload:
             tensor_loops.bump_versions(stepped)
             for p in stepped:
                 self._agrees(p)
-
-    def _gradients(self, optimizer: Any, members: list[Tensor]) -> dict[Tensor, Tensor]:
-        """The gradient of each parameter that has one, after its checks."""
-        for g, i, p, _ in with_grads(type(optimizer).__name__, optimizer.param_groups):
-            optimizer._check_param(g, i, p)
-        return {p: p.grad for p in members if p.grad is not None}
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""

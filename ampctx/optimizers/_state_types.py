@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.casts.arguments import autocast_off
+from ampctx.casts.arguments import autocast_off, map_leaves
 from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels.codes import BLOCK, DTYPES
 from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
 from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
 from ampctx.kernels.spec import SPECS, OpSpec
-from ampctx.optimizers._options import Group, plain
+from ampctx.optimizers._options import Group, check_choice, plain
 
 CODED = {state.key: state for spec in SPECS.values() for state in spec.coded}
 CODES_OF = {state.codes_key: key for key, state in CODED.items()}
@@ -43,8 +43,7 @@ def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
 
 
 def keep_options(saved: Group, own: Group) -> None:
-    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run, as for
-    masters."""
+    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run."""
     for name in DEFAULTS:
         saved.pop(name, None)
         if name in own:
@@ -63,14 +62,13 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
     Raises:
         AmpTypeError, AmpValueError: an invalid option, by name.
     """
-    if not any(name in group for name in DEFAULTS):  # each step calls this, and torch.compile traces it
+    if not any(name in group for name in DEFAULTS):  # each step calls this
         return
     given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
     if not names:
         if given is not _WIDE:
             raise AmpValueError(
-                f"state_dtype is {given!r}, and {of} keeps its state in torch.float32: a sum that only grows must not "
-                "be rounded. Leave it out."
+                f"state_dtype is {given!r}, and {of} keeps a sum that grows, in torch.float32 alone. Leave it out."
             )
         return
     if isinstance(given, Mapping):
@@ -79,11 +77,9 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
                 f"state_dtype has {unknown[0]!r}, and {of} keeps no such state in fewer bits: expected "
                 f"{' or '.join(map(repr, names))}"
             )
-        group["state_dtype"] = {name: _choice(f"state_dtype[{name!r}]", value) for name, value in given.items()}
+        group["state_dtype"] = {name: check_choice(f"state_dtype[{name!r}]", v, _CHOICES) for name, v in given.items()}
     else:
-        group["state_dtype"] = _choice(
-            "state_dtype", given, f", or a dict of these by {' and '.join(map(repr, names))}"
-        )
+        group["state_dtype"] = check_choice("state_dtype", given, _CHOICES)
     size = plain(group.get("min_8bit_size", _MIN_8BIT_SIZE))
     if isinstance(size, bool) or not isinstance(size, int):
         raise AmpTypeError(f"min_8bit_size must be an int, got {type(size).__name__}")
@@ -93,16 +89,8 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
         group["min_8bit_size"] = size
     if group.get("amsgrad") and is_reduced(group):
         raise AmpValueError(
-            f"state_dtype={given!r} does not go with amsgrad=True: its running maximum must not be rounded down. Leave "
-            "out one of them."
+            f"state_dtype={given!r} does not go with amsgrad=True: its maximum must not be rounded. Leave out one."
         )
-
-
-def _choice(name: str, value: Any, more: str = "") -> Any:
-    for choice in _CHOICES:
-        if value is choice or (isinstance(value, str) and value == choice):
-            return choice
-    raise AmpValueError(f"{name} is {value!r}, expected torch.float32, torch.bfloat16 or '8bit'{more}")
 
 
 def refuse_fp64(group: Group, name: str) -> None:
@@ -168,11 +156,8 @@ def forms_of(spec: OpSpec, group: Group, in_codes: bool) -> Forms:
 def has_forms(state: Mapping[str, Any], forms: Forms) -> bool:
     """Whether no entry has another form, as after a change of ``state_dtype``."""
     for key, coded in CODED.items():
-        found = state.get(key)
-        if found is None and (found := state.get(coded.codes_key)) is None:
-            continue
-        want = forms.dtypes.get(key)
-        if found.dtype is not want and (want is not None or found.dtype in _REDUCED):
+        found, want = state.get(key, state.get(coded.codes_key)), forms.dtypes.get(key)
+        if found is not None and found.dtype is not want and (want is not None or found.dtype in _REDUCED):
             return False
     return True
 
@@ -185,10 +170,9 @@ def convert(p: Tensor, state: dict[str, Any], forms: Forms) -> None:
     for key, coded in CODED.items():
         if has_forms({k: state[k] for k in (key, coded.codes_key) if k in state}, forms):
             continue
-        if coded.codes_key in state:
+        value = state.pop(key, None)
+        if value is None:
             value = decoded(state.pop(coded.codes_key), state.pop(coded.scales))
-        else:
-            value = state.pop(key)
         want = forms.dtypes.get(key)
         if want is not None and want in DTYPES.values():
             state[coded.codes_key], state[coded.scales] = encoded(p, value, want)
@@ -262,18 +246,17 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
         return {coded.codes_key: mine.copy_(codes), coded.scales: mine_scales.copy_(scales)}
     codes, scales = _whole(codes), _whole(scales)
     low, high = (x.item() for x in torch.aminmax(scales)) if scales.numel() else (0.0, 0.0)
-    check_scales(f"the state {coded.scales!r} of {name}", low, high)
+    if not (low >= 0 and math.isfinite(high)):
+        wrong, what = high if low >= 0 else low, "finite numbers >= 0"
+        raise AmpValueError(f"the state {coded.scales!r} of {name} has {wrong!r}, expected {what}: {DAMAGED}")
     value = laid_out_as(decoded(codes, scales), p)
     return {key: torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)}
 
 
 def _lies_as(t: Any, mine: Any) -> bool:
-    if is_sharded(t) != is_sharded(mine):
-        return False
-    if is_sharded(t) and (t.device_mesh, t.placements) != (mine.device_mesh, mine.placements):
-        return False
+    layouts = [(x.device_mesh, x.placements) if is_sharded(x) else None for x in (t, mine)]
     part, of_mine = local([t, mine])
-    return part.shape == of_mine.shape and same_layout(part, of_mine)
+    return layouts[0] == layouts[1] and part.shape == of_mine.shape and same_layout(part, of_mine)
 
 
 def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -312,13 +295,6 @@ def check_tensor(
         raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
     if not value.is_floating_point() if dtype is None else value.dtype != dtype:
         raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype or 'a floating type'}")
-
-
-def check_scales(where: str, low: float, high: float) -> None:
-    """Raises AmpValueError unless all scales are finite numbers >= 0."""
-    if not (low >= 0 and math.isfinite(high)):
-        wrong = low if not low >= 0 else high
-        raise AmpValueError(f"{where} has {wrong!r}, expected finite numbers >= 0: {DAMAGED}")
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------
@@ -373,14 +349,10 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise AmpTypeError("unpack_state: state_dict must be what optimizer.state_dict() returned")
 
-    def on_cpu(value: Any) -> Any:
-        return _whole(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
-
+    on_cpu = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
     states = {
-        key: unpacked({k: on_cpu(v) for k, v in state.items()}, f"parameter {key!r}")
-        if isinstance(state, Mapping)
-        else on_cpu(state)
-        for key, state in state_dict["state"].items()
+        key: unpacked(state, f"parameter {key!r}") if isinstance(state, Mapping) else state
+        for key, state in on_cpu.items()
     }
     groups = [
         {key: value for key, value in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]

@@ -22,8 +22,7 @@ class FusedAdagrad(FusedOptimizer):
     Args:
         eps, weight_decay: as in torch.optim.Adagrad.
         adagrad_w_mode: use decoupled weight decay.
-        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, offload: see
-            ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords but ``min_8bit_size``: see ``FusedOptimizer``.
         state_dtype: torch.float32 only. The sum grows, and fewer bits would stop it.
     """
 

@@ -34,8 +34,7 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         max_grad_norm: the bound, a group option. 0 or None: no bound.
         use_nvlamb: scale by the ratio of norms without weight decay, too.
-        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, state_dtype,
-            min_8bit_size: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
     """
 
     _op = "lamb"

@@ -20,8 +20,7 @@ class FusedLion(FusedOptimizer):
         params: parameters or groups, on any mix of devices and dtypes.
         lr: a number >= 0, or a one-element tensor. The paper uses a third to a tenth of AdamW's.
         betas, weight_decay: of the formula. The decay is decoupled.
-        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, state_dtype,
-            min_8bit_size, offload: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords: see ``FusedOptimizer``.
     """
 
     _op = "lion"

@@ -16,7 +16,7 @@ from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
-from ampctx.kernels.reference import KERNEL_DTYPES, is_dense
+from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
 from ampctx.optimizers import _options, _work, layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
@@ -49,8 +49,8 @@ class FusedMuon(FusedOptimizer):
         momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
         orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
             shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
-        set_grad_none, maximize, write_back, seed, master_weights, capturable, min_8bit_size: see ``FusedOptimizer``.
-        state_dtype: see ``FusedOptimizer``. A dict may have the state of both kinds of groups.
+        state_dtype: a dict may have the state of both kinds of groups.
+        set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument, or a parameter that is no matrix or tensor parallel, by name.
@@ -109,8 +109,13 @@ class FusedMuon(FusedOptimizer):
             return
         for name in ("weight_decay", "eps"):
             group[name] = check_number(name, group[name])
-        group["ns_coefficients"] = _checked_coefficients(group["ns_coefficients"])
-        group["ns_steps"] = _checked_steps(group["ns_steps"])
+        given = group["ns_coefficients"]
+        if isinstance(given, (str, bytes)) or not hasattr(given, "__len__") or len(given) != 3:
+            raise AmpTypeError(f"ns_coefficients must be three numbers, got {given!r}")
+        group["ns_coefficients"] = tuple(float(check_finite(f"ns_coefficients[{i}]", x)) for i, x in enumerate(given))
+        steps = group["ns_steps"] = _options.plain(group["ns_steps"])
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+            raise AmpValueError(f"ns_steps is {steps!r}, expected an int from 0 to 99")
         _options.check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
@@ -143,12 +148,7 @@ class FusedMuon(FusedOptimizer):
 
     def directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
         """Averages the gradients, and returns the directions in bf16: zeros if the step is skipped."""
-        params = list(work.lists["params"])
-        flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16, device=work.device)
-        found = [
-            part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape)
-            for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
-        ]
+        found = [torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False) for p in work.lists["params"]]
         # A copy: ``descend`` advances the counts, from which both calls draw random bits.
         steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())
         lists = {**work.lists, "params": found, "extras": [], "steps": steps}
@@ -197,10 +197,11 @@ class FusedMuon(FusedOptimizer):
     def _orthogonalize_rows(
         self, group: Group, placed: Any, params: Sequence[Tensor], directions: dict[Tensor, Tensor]
     ) -> None:
-        """Replaces the directions of the rank's rows of ``params``, which have one shape and lie on ``placed``: mesh
-        and placements."""
+        """Replaces the directions of the rank's rows of ``params``, of one shape. ``placed``: mesh and placements."""
         tensor, (mesh, placements) = sys.modules["torch.distributed.tensor"], placed
-        own = [directions[p] if p in directions else _no_direction(p) for p in params]
+        own = [
+            directions[p] if p in directions else torch.zeros_like(local([p])[0], dtype=torch.bfloat16) for p in params
+        ]
         stacked = [tensor.Replicate() if each.is_replicate() else tensor.Shard(1) for each in placements]
         shape = torch.Size((len(params), *params[0].shape))
         strides = torch.empty(shape, device="meta").stride()
@@ -228,31 +229,11 @@ class FusedMuon(FusedOptimizer):
         if check_flag("use_muon", saved.setdefault("use_muon", own)) != own:
             raise AmpValueError(
                 f"a param group of the checkpoint has use_muon={not own}, and the optimizer's group has use_muon={own}."
-                " Build the groups as in the run that saved it."
             )
         if not own:
             compare_decay(group, True, "groups with use_muon=False step by AdamW", "Save it from AdamW")
             for name in ("amsgrad", "bias_correction"):
                 saved.setdefault(name, group.own[name])
-
-
-def _no_direction(p: Tensor) -> Tensor:
-    (rows,) = local([p])
-    return torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
-
-
-def _checked_coefficients(value: Any) -> tuple[float, float, float]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != 3:
-        raise AmpTypeError(f"ns_coefficients must be three numbers, got {value!r}")
-    a, b, c = (float(check_finite(f"ns_coefficients[{i}]", number)) for i, number in enumerate(value))
-    return a, b, c
-
-
-def _checked_steps(value: Any) -> int:
-    number = _options.plain(value)
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 100:
-        raise AmpValueError(f"ns_steps is {value!r}, expected an int from 0 to 99")
-    return number
 
 
 # --- the orthogonalisation --------------------------------------------------------------------------------------------
@@ -291,8 +272,7 @@ def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
 
 
 def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
-    """``function`` of directions (m, n) or (experts, m, n), all of one m and n, in stacks of at most
-    ``MOST_ELEMENTS``.
+    """``function`` of directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``.
 
     Raises:
         AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.

@@ -33,8 +33,7 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
         init_zero: start the running norm at 0 instead of the first norm.
-        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, state_dtype,
-            min_8bit_size: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
     """
 
     _op = "novograd"

@@ -30,8 +30,7 @@ class FusedSGD(FusedOptimizer):
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
-        set_grad_none, False by default, and the keywords maximize, write_back, seed, master_weights, capturable,
-            state_dtype, min_8bit_size, offload: see ``FusedOptimizer``.
+        set_grad_none, False by default, and the keywords: see ``FusedOptimizer``.
     """
 
     _op = "sgd"
@@ -73,7 +72,7 @@ class FusedSGD(FusedOptimizer):
             raise AmpValueError("Nesterov momentum requires a momentum and zero dampening.")
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Mapping[str, torch.dtype | None]) -> None:
-        if any(key in needed and key not in state for key in ("momentum_buffer", "momentum_buffer_codes")):
+        if any(key.startswith("momentum_buffer") and key not in state for key in needed):
             # At a count of 0 the op starts the buffer with the gradient.
             state.pop("step", None)
         super()._make_state(p, state, needed)
@@ -83,7 +82,7 @@ class FusedSGD(FusedOptimizer):
         for _, _, state in group.states:
             # torch and apex do not count steps: an existing buffer has started. If our first step was skipped and torch
             # then started the buffer, the checkpoint has our count of 0.
-            buffer = state.get("momentum_buffer", state.get("momentum_buffer_codes"))
+            buffer = next((value for key, value in state.items() if key.startswith("momentum_buffer")), None)
             if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
                 continue
             begun = "step" not in state or (is_zero(state["step"]) and buffer.any())

@@ -6,8 +6,8 @@ knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LA
 length -1 from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
 
 Norms over ranks: each rank makes sums of squares of its parts, one all_reduce adds up those of all parameters, and the
-step goes on with the roots. Every rank sends a number for each split parameter in the order of the groups: 0 where it
-has no elements or no gradient.
+step goes on with the roots. Every rank sends a number for each parameter with parts, in the order of groups: 0 where
+it has no elements or no gradient.
 
 No host sync.
 """
@@ -48,10 +48,8 @@ _NO_STEP |= {"global_grad_norm": 0.0, "max_grad_norm": 0.0}
 def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> None:
     """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts.
 
-    Args:
-        lists: by the names of the op's arguments, of parameter size. Lists of state that are left out are empty.
-        along: the other lists.
-        numbers: the op's other arguments.
+    By the names of its arguments, ``lists`` of parameter size (those of state may be left out), the lists ``along``,
+    and ``numbers``.
     """
     kind = ("copy", False, False) if "extras" in lists else _PLAIN
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
@@ -79,9 +77,8 @@ def trust(of_params: Tensor, of_grads: Tensor, coefficient: float, weight_decay:
 class Layers:
     """Tensors that step together, in any mix of dtypes and layouts.
 
-    Args:
-        lists: by the names of the ops' arguments: grads, params, moments, and ``extras`` that become copies of params.
-        found_inf: one element. Where it is not 0, the ops change nothing.
+    ``lists``: by the names of the ops' arguments: grads, params, moments, and ``extras`` that become copies of params.
+    Where ``found_inf``, one element, is not 0, the ops change nothing.
     """
 
     def __init__(self, lists: Lists, found_inf: Tensor) -> None:
@@ -108,8 +105,7 @@ class Layers:
     ) -> list[Tensor]:
         """Adam's directions for the gradients times ``factor``, with weight decay, as new tensors. Moments advance.
 
-        ``taken``: the steps before this one, a number for each tensor, which is overwritten. After a skip the
-        directions are the decay alone.
+        ``taken``: the steps before, a number for each tensor; overwritten. After a skip directions are decay alone.
         """
         read, factor = self.lists["grads"], _factor_of_op(factor)
         if weight_decay != 0 and not adam_w_mode:
@@ -162,23 +158,21 @@ def any_split(groups: Iterable[Group]) -> bool:
 class Norms:
     """Norms of tensors that belong to the parameters of an optimizer, joined over the ranks.
 
-    Args:
-        groups: its groups, the same on every rank.
-        call: for messages of failed collectives.
+    ``groups``: its groups, the same on every rank. ``call``: for messages of failed collectives.
     """
 
     def __init__(self, groups: Sequence[Group], call: str) -> None:
         self._call = call
         self.params = list({id(p): p for group in groups for p in group["params"]}.values())
         self._place = {id(p): i for i, p in enumerate(self.params)}
-        split = {of: alike for of, alike in by_layout(self.params).items() if is_split(alike[0])}
-        self._split = {id(p) for alike in split.values() for p in alike}
-        grids = grids_of(alike[0] for alike in split.values())
-        # The places of the split parameters of each grid. Parameters of meshes of one rank need nobody.
+        parted = {of: alike for of, alike in by_layout(self.params).items() if is_split(alike[0])}
+        self._split = {id(p) for alike in parted.values() for p in alike}
+        grids = grids_of(alike[0] for alike in parted.values())
+        # The places of the parameters with parts, of each grid. Parameters of meshes of one rank need nobody.
         self._joined: dict[Grid, list[int]] = {grid: [] for grid in grids.values()}
         # Ids of those whose part another rank counts.
         self._elsewhere: set[int] = set()
-        for (mesh, _), alike in split.items():
+        for (mesh, _), alike in parted.items():
             if (grid := grids.get(mesh)) is not None:
                 self._joined[grid] += [self._place[id(p)] for p in alike]
                 self._elsewhere.update(map(id, () if grid.counts(alike[0]) else alike))
@@ -222,7 +216,7 @@ class Norms:
         return list(values if order == _INF else values.sqrt())
 
     def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:
-        """Sets ``values`` of split parameters that have no gradient on this rank: another one may have."""
+        """Sets ``values`` of parameters with parts that have no gradient on this rank: another one may have."""
         with_gradient = set(map(id, stepped))
         idle = [p for p in self.params if id(p) in self._split and id(p) not in with_gradient]
         self.add(values, idle, local(idle))

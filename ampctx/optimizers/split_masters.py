@@ -13,7 +13,7 @@ from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import without_amp
+from ampctx.optimizers._checkpoint import matched, without_amp
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
 from ampctx.weights.store import follow, joined
@@ -60,9 +60,7 @@ class SplitMasters(torch.optim.Optimizer):
         super().__init__(params, {})
         self.inner = kind([self._of_proxies(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options_of(inner))
-        self._share_state()
+        self._share_options_and_state(self.inner)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -76,8 +74,7 @@ class SplitMasters(torch.optim.Optimizer):
                 self._check(p, g, i)
             if self.inner is not None:
                 self.inner.add_param_group(self._of_proxies(group))
-                group.update(_options_of(self.inner.param_groups[g]))
-                self._share_state()
+                self._share_options_and_state(self.inner)
         except BaseException:
             del self.param_groups[g]
             raise
@@ -99,13 +96,14 @@ class SplitMasters(torch.optim.Optimizer):
         given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         return {**given, "params": [self._proxies[p] for p in group["params"]]}
 
-    def _share_state(self) -> None:
-        """Puts the inner state into ``state``."""
-        assert self.inner is not None
+    def _share_options_and_state(self, inner: torch.optim.Optimizer) -> None:
+        """Puts options and state of the inner optimizer into this one's."""
+        for group, inside in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({name: value for name, value in inside.items() if name != "params"})
         for p, proxy in self._proxies.items():
-            if proxy in self.inner.state:
+            if proxy in inner.state:
                 rest = self.state[p].get(_KEY) if p in self.state else None
-                self.state[p] = self.inner.state[proxy]
+                self.state[p] = inner.state[proxy]
                 if rest is not None:
                     self.state[p][_KEY] = rest
 
@@ -136,15 +134,13 @@ class SplitMasters(torch.optim.Optimizer):
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(self._of_proxies(group))
-        chunk: list[Tensor] = []
-        size = 0
+        chunks, room = list[list[Tensor]](), 0
         for p in stepped:
-            if chunk and size + 4 * p.numel() > self.chunk_bytes:
-                self._step_chunk(chunk)
-                chunk, size = [], 0
-            chunk.append(p)
-            size += 4 * p.numel()
-        if chunk:
+            if not chunks or 4 * p.numel() > room:
+                chunks, room = [*chunks, []], self.chunk_bytes
+            chunks[-1].append(p)
+            room -= 4 * p.numel()
+        for chunk in chunks:
             self._step_chunk(chunk)
         return loss
 
@@ -221,14 +217,19 @@ class SplitMasters(torch.optim.Optimizer):
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
-            rests = self._remainders(groups, given["state"])
+            rests: dict[Tensor, Tensor] = {}
+            for found in matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i)) or ():
+                for p, name, state in found.states:
+                    if p.dtype == torch.bfloat16 and _KEY in state:
+                        check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
+                        rests[p] = state[_KEY]
             states = {
                 key: {k: v for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
                 for key, state in given["state"].items()
             }
             inner.load_state_dict({"state": states, "param_groups": groups})
             self.state.clear()
-            self._share_state()
+            self._share_options_and_state(inner)
             for p, rest in rests.items():
                 self.state[p][_KEY] = rest.to(p.device, copy=True)
             kept = dict(self.state)
@@ -243,17 +244,6 @@ class SplitMasters(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _remainders(self, groups: list[Group], states: dict[Any, Any]) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = {}
-        for g, (saved, group) in enumerate(zip(groups, self.param_groups, strict=False)):
-            for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=False)):
-                rest = states[key].get(_KEY) if isinstance(states.get(key), dict) else None
-                if rest is not None and p.dtype == torch.bfloat16:
-                    where = f"the state 'remainder' of {param_name(self.param_groups, g, i)}"
-                    check_tensor(where, rest, p.shape, torch.int16)
-                    found[p] = rest
-        return found
-
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")
 
@@ -267,10 +257,9 @@ def _check_kind(kind: Any, options: Group) -> None:
         raise AmpTypeError(
             f"SplitMasters: kind must be a class of torch.optim, such as torch.optim.NAdam, got {kind!r}"
         )
-    if issubclass(kind, torch.optim.LBFGS):
-        raise AmpValueError("SplitMasters steps parameters in chunks, and LBFGS all of them as one. Keep fp32 weights.")
-    if issubclass(kind, torch.optim.SparseAdam):
-        raise AmpValueError("SplitMasters takes dense gradients, and SparseAdam sparse ones. Keep fp32 weights.")
+    for other, takes in ((torch.optim.LBFGS, "all of them as one"), (torch.optim.SparseAdam, "sparse gradients")):
+        if issubclass(kind, other):
+            raise AmpValueError(f"SplitMasters steps in chunks, by dense gradients, and {other.__name__} {takes}.")
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise AmpValueError(
             f"SplitMasters steps parameters in chunks, which {kind.__name__} may not allow: classes of torch.optim do. "
@@ -278,10 +267,6 @@ def _check_kind(kind: Any, options: Group) -> None:
         )
     if options.get("differentiable"):
         raise AmpValueError("SplitMasters steps without autograd: pass differentiable=False.")
-
-
-def _options_of(group: Group) -> Group:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _without_memory(p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,27 +13,30 @@ from torch import Tensor
 
 from ampctx._errors import AmpError
 from ampctx.kernels.reference import is_dense, same_layout
-from ampctx.weights.step import declares
 
 
 @functools.cache
-def asks_for_grad_scaler(step: Callable) -> bool:
-    """Whether ``step`` takes ``grad_scaler``, a protocol that torch has deprecated. Do not pass bound methods: the
-    cache would keep their object alive."""
-    return "grad_scaler" in inspect.signature(step).parameters
+def asks_for_grad_scaler(step: Callable | None) -> bool:
+    """Whether the ``step`` of a class takes ``grad_scaler``, a protocol that torch has deprecated. Not for bound
+    methods: the cache would keep their object alive."""
+    return step is not None and "grad_scaler" in inspect.signature(step).parameters
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
-    """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group.
+    """Whether the optimizer skips by ``found_inf``: its class says so, or it is torch's with ``fused=True`` everywhere.
 
-    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
+    ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """
+    flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
+    # A wrapper that forwards unknown names would give the flag of the optimizer inside.
+    is_own = flag in vars(optimizer) or hasattr(type(optimizer), flag)
+    if not (is_own and getattr(optimizer, flag)):
+        return False
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
-    return (
-        declares(optimizer, "_step_supports_amp_scaling")
-        and all(group.get("fused", True) for group in optimizer.param_groups)
-        and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
-    )
+    if hasattr(type(inner), flag):
+        return True
+    is_fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return is_fused and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
 
 
 @torch.no_grad()
@@ -76,8 +79,8 @@ def align_gradients(optimizer: Any) -> None:
             if not is_dense(p):
                 raise AmpError(
                     f"{type(optimizer).__name__} with fused=True steps the wrong memory of "
-                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory. Make the "
-                    "parameter contiguous, or pass fused=False."
+                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block. Make it "
+                    "contiguous, or pass fused=False."
                 )
             if not same_layout(grad, p):
                 others.append((p, grad))

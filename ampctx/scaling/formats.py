@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx import _saved as saved
+from ampctx._errors import AmpError, AmpKeyError, AmpValueError
 from ampctx.scaling.loss_scale import FACTORS, check_count, check_factor, check_loss_id, check_scale
 
 KEY = "loss_scaler"
@@ -30,22 +31,7 @@ def plain(value: Any) -> Any:
 
 def required(state: Mapping[str, Any], key: str) -> Any:
     """``state[key]``. Raises AmpKeyError with the name of a missing key."""
-    if key not in state:
-        raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
-    return state[key]
-
-
-def read_entry(entry: Any) -> dict[str, Any]:
-    """Checks a ``LossScale.state_dict()``, of ampctx or apex, and returns its numbers. ``hysteresis`` is optional.
-
-    Raises:
-        AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: no dict, or an invalid number.
-    """
-    if not isinstance(entry, Mapping):
-        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
-    counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
-    scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
-    return {"loss_scale": scale, **{name: check_count(name, plain(required(entry, name)), 0) for name in counts}}
+    return saved.entry(state, key, object, "the loss scale's state")
 
 
 def is_amp_state(state: Any) -> bool:
@@ -54,8 +40,7 @@ def is_amp_state(state: Any) -> bool:
 
 
 def is_grad_scaler_state(state: Any) -> bool:
-    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". Not {} of a disabled
-    one."""
+    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker"."""
     return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
 
 
@@ -68,8 +53,7 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
         AmpKeyError: a key that is not ``loss_scaler<number>``, or an entry without "loss_scale" or "unskipped".
         AmpTypeError, AmpValueError: the state or an entry is no dict, or a value is out of range.
     """
-    if not isinstance(state, Mapping):
-        raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
+    saved.typed(state, Mapping, "state_dict")
     matches = {k: re.fullmatch(KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state if k not in RUN_KEYS}
     if unexpected := [k for k, match in matches.items() if match is None]:
         keys = ", ".join(f'"{k}"' for k in unexpected)
@@ -78,7 +62,12 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
     for key, match in matches.items():
         assert match is not None
         try:
-            entries[int(match[1])] = read_entry(state[key])
+            entry = state[key]
+            saved.typed(entry, Mapping, "the loss scale's state")
+            counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
+            scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
+            numbers = {name: check_count(name, plain(required(entry, name)), 0) for name in counts}
+            entries[int(match[1])] = {"loss_scale": scale, **numbers}
         except AmpError as error:
             raise type(error)(f'state_dict["{key}"]: {error}') from None
     return entries
@@ -91,8 +80,7 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
         AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
         AmpTypeError, AmpValueError: no dict, an invalid entry, by name, or a later format.
     """
-    if not isinstance(state, Mapping):
-        raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
+    saved.typed(state, Mapping, "state_dict")
     if len(state) == 0:
         raise AmpError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "

@@ -1,4 +1,4 @@
-"""torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds, outcomes and a stall guard.
+"""torch.amp's GradScaler over ``LossScale`` and ampctx's ops, with bounds, outcomes and a stall guard.
 
 An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
 """
@@ -9,7 +9,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,19 +22,17 @@ from torch.utils.weak import WeakIdRef
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.kernels import foreach
+from ampctx.kernels import foreach, ops
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.handles import read_grads
-from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
+from ampctx.kernels.sharding import groups_of, place_grads
+from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
-from ampctx.scaling.step_record import Flags, Known, Overflowed, StepRecord, overflowed
+from ampctx.scaling.outcome import DEFAULT_LENGTH, Culprits, History, StepHistory, StepOutcome, culprits_among
+from ampctx.scaling.step_record import Flags, Known, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping, strided_grad
-from ampctx.weights.step import declares
 
 logger = logging.getLogger("ampctx")
 
@@ -44,8 +42,7 @@ _OUT_OF_ORDER = {
     ("unscale_", OptState.UNSCALED): "unscale_() has already been called on this optimizer since the last update(). "
     f"Call unscale_, step and update once per step, after the last backward. {_SEE}",
     ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before, after the last backward.",
-    ("step", OptState.STEPPED): "step() has already been called since the last update(). Call update() after the last "
-    f"optimizer's step(). {_SEE}",
+    ("step", OptState.STEPPED): f"step() has already been called since the last update(). Call update() first. {_SEE}",
 }
 
 
@@ -55,27 +52,23 @@ def _params(optimizer: Any) -> list[Any]:
     return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
 
-def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) of the parameters with a gradient."""
-    return [(p, grad) for p in _params(optimizer) if (grad := p.grad) is not None]
-
-
-def _places(optimizer: Any, is_it: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """The places in the optimizer of parameters with a gradient for which ``is_it``, and these."""
+def _with_gradient(optimizer: Any) -> list[tuple[str, Any]]:
+    """The parameters that have a gradient, with their places."""
     places = ((g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]))
-    return [(f"param_groups[{g}]['params'][{i}]", p) for g, i, p in places if p.grad is not None and is_it(p)]
+    return [(f"param_groups[{g}]['params'][{i}]", p) for g, i, p in places if p.grad is not None]
 
 
 def _versions(optimizer: Any) -> list[tuple[Any, int]]:
     """The gradients and their versions, to compare."""
-    return [(WeakIdRef(grad), grad._version) for _, grad in _gradients(optimizer)]
+    return [(WeakIdRef(p.grad), p.grad._version) for _, p in _with_gradient(optimizer)]
 
 
 def _culprits(optimizer: Any) -> Culprits:
-    return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
+    grads = ((p, p.grad) for p in _params(optimizer) if p.grad is not None)
+    return culprits_among(grads, lambda: ParameterNames().of(optimizer))
 
 
-def _of_loss_scale(name: str, check: Callable[[str, Any], Any] = lambda name, value: value) -> Any:
+def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
     """An attribute of torch's GradScaler, which ``LossScale`` keeps as ``name``. A disabled scaler has none."""
 
     def set_(self: GradScaler, value: Any) -> None:
@@ -107,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
             ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
             does not wait for it. None, the default: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
-            if ranks hold different gradients. Each check of an optimizer is then an all_reduce of six numbers, in which
+            if ranks hold different gradients. Each step of an optimizer is then an all_reduce of six numbers, in which
             every rank must take part: else AmpRankError, also if the scales differ. Over NCCL the first and every
             1,000th is a host sync. Such a scaler cannot be pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
@@ -142,18 +135,18 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=2,
             )
             enabled = False
-        self._loss_scale: LossScale | None = None
-        limit, self._history_length = max_consecutive_skips, 0
-        self._max_consecutive_skips: int | None = None
+        self._loss_scale: Any = None  # a LossScale, if enabled
+        self._recording: tuple[int | None, int] = (None, 0)  # of StepRecord
         if enabled:
-            self._max_consecutive_skips = None if limit is None else check_count("max_consecutive_skips", limit, 1)
-            self._history_length = check_count("history", history, 0)
+            limit = max_consecutive_skips
+            limit = None if limit is None else check_count("max_consecutive_skips", limit, 1)
+            self._recording = limit, check_count("history", history, 0)
             check_process_group(process_group)
             rule = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             self._loss_scale = LossScale(init_scale, True, *rule)
             self._loss_scale.process_group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, bool(enabled))
-        self._forget_steps()
+        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: StepRecord}
 
     _scale = _of_loss_scale("scale")
     _growth_tracker = _of_loss_scale("growth_tracker")
@@ -162,10 +155,6 @@ class GradScaler(torch.amp.GradScaler):
     _growth_factor = _of_loss_scale("growth_factor", check_factor)
     _backoff_factor = _of_loss_scale("backoff_factor", check_factor)
     _growth_interval = _of_loss_scale("growth_interval", partial(check_count, least=1))
-
-    def _forget_steps(self) -> None:
-        self._steps: Any = weakref.WeakKeyDictionary()  # {optimizer: StepRecord}
-        self._told_of_no_gradients: Any = weakref.WeakSet()
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
@@ -181,19 +170,16 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         for steps in self._steps.values():
             steps.epoch += 1
-        return self._scaled(outputs, [])
+        return self._scaled(outputs)
 
-    def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
-        """``found`` holds the scale after the first tensor: the scale is created on its device."""
+    def _scaled(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not found:
-                if self._scale is None:
-                    self._lazy_init_scale_growth_tracker(value.device)
-                found.append(PerDevice(self._scale))
-            return value * found[0].on(value.device)
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(value.device)
+            return value * move(self._scale, value.device)
         if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
             raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
-        parts = (self._scaled(part, found) for part in value)
+        parts = map(self._scaled, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts)
         return type(value)(parts) if isinstance(value, (list, tuple)) else parts
@@ -207,44 +193,38 @@ class GradScaler(torch.amp.GradScaler):
         gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones, and stores the result in ``.grad``.
 
         Raises:
-            AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5),
-                where scale_loss scales.
+            AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5).
             AmpAssertionError: ``scale`` was never called.
             AmpValueError: an fp16 gradient. Nothing has changed then.
         """
         if not self._enabled:
             return
-        with self._begun("unscale_", optimizer) as (scale, state):
-            if "not_agreed" not in state:
-                found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-                state["not_agreed"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
-            state["stage"], state["unscaled"] = OptState.UNSCALED, set(map(id, _params(optimizer)))
-            self._agree(optimizer, state, state["not_agreed"])
+        with self._begun("unscale_", optimizer):
+            self._check(optimizer, unscales=True)
 
     @contextmanager
-    def _begun(self, call: str, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Checks that the optimizer may be unscaled or stepped. Gives the scale and the optimizer's state.
+    def _begun(self, call: str, optimizer: Any) -> Iterator[dict[str, Any]]:
+        """Checks that the optimizer may be unscaled or stepped. Gives its state.
 
         After an exception, gradients that stay as they are then are for a second try. Others are scaled."""
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        scale, _ = self._check_scale_growth_tracker(call)
+        self._check_scale_growth_tracker(call)
         states, key = self._per_optimizer_states, id(optimizer)
         if "kept" in states[key] and states[key]["kept"] != _versions(optimizer):
             del states[key]
         state = states[key]
-        error = _OUT_OF_ORDER.get((call, state["stage"]))
-        if error is not None and "not_agreed" not in state:
+        if error := _OUT_OF_ORDER.get((call, state["stage"])):
             raise AmpError(error)
         if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
-            for where, _ in _places(optimizer, lambda p: id(p) not in state["unscaled"]):
+            for where in (where for where, p in _with_gradient(optimizer) if id(p) not in state["unscaled"]):
                 raise AmpError(
                     f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
                     "before unscale_() or after update(), or set this gradient to None."
                 )
         try:
-            yield scale, state
+            yield state
         except BaseException:
             state["kept"] = _versions(optimizer)
             raise
@@ -254,54 +234,67 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """``grad *= inv_scale``. Returns a flag for each device with gradients, starting from ``found_inf``. None: the
-        check alone. No host sync.
-
-        Frameworks override this method, so its four arguments and their order must stay.
+        """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
+        from ``found_inf``. No host sync. Frameworks override this method, so its arguments and their order must stay.
         """
         parameters = _params(optimizer)
-        if any_sharded(parameters):
-            place_grads(parameters)
         found, known = read_grads(parameters)
         grads: Any = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
-            where, p = _places(optimizer, lambda p: p.grad.dtype == torch.float16)[0]
+            where, p = next(found for found in _with_gradient(optimizer) if found[1].grad.dtype == torch.float16)
             raise AmpValueError(
                 f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the parameters "
                 "in fp32 and run the forward under autocast, or let amp.initialize(model, optimizer, opt_level='O2') "
                 "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
             )
-        flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
-        flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
+        start = found_inf if inv_scale is None else found_inf.clone()
+        flags = {device: move(start, device) for device in set(map(device_of, grads))}
+        if known is not None and inv_scale is None:
+            (flag,) = flags.values()
+            ops.multi_tensor_unscale_l2norm(known, flag, 1.0, False)  # reads the gradients once; its norm is not needed
+            return flags
         if known is not None:
             grads = known  # one op call can take them
         elif not set(map(layout_of, grads)) <= {torch.strided}:
             grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
+        raised = FoundInf()
+        raised.per_device = flags
         if inv_scale is None:
-            foreach.l2norm(grads, flags)  # reads the gradients once, and writes none; the norm is not needed
+            foreach.l2norm(grads, raised)
         else:
-            foreach.scale(grads, grads, flags, PerDevice(inv_scale))
-        return flags.per_device
+            foreach.scale(grads, grads, raised, PerDevice(inv_scale))
+        return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Checks the gradients, fp16 included, for inf and nan without changing them. No host sync."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
-        factor = None if is_ours else torch.ones_like(scale)
-        flags = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), True)
-        return self._agree(optimizer, self._per_optimizer_states[id(optimizer)], flags)
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        return self._check(optimizer)
 
-    def _agree(self, optimizer: Any, state: dict[str, Any], flags: dict[torch.device, Tensor]) -> dict[Any, Any]:
-        """Joins the flags over all ranks, for this rank's devices with gradients, or else for the scale's device."""
-        scale: Any = self._loss_scale
-        of_meshes = groups_of(_params(optimizer))
-        if of_meshes or scale.process_group is not None:
-            at = scale.scale.device
-            joined = scale.agreed(join_flags(flags.values(), at), of_meshes, "GradScaler")
-            flags = {device: move(joined, device) for device in flags or [at]}
-        state["found_inf_per_device"] = flags
-        state.pop("not_agreed", None)
+    def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
+        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_flags`` will join them."""
+        scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
+        is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
+        factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            place_grads(params)
+            if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
+                state["meshes"] = meshes
+        after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        flags = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
+        state.update(after, found_inf_per_device=flags)  # at once, for a second try after an interrupt
         return flags
+
+    def _flags(self, state: dict[str, Any]) -> Flags:
+        """The flag of an optimizer's gradients on the scale's device. The same on all ranks, by one all_reduce."""
+        scale, flags = self._loss_scale, state["found_inf_per_device"]
+        found_inf = join_flags(flags.values(), scale.scale.device)
+        if "meshes" in state:
+            found_inf = scale.agreed(found_inf, state["meshes"], "GradScaler")
+            # A rank without gradients has the flag of the others.
+            state["found_inf_per_device"] = {d: move(found_inf, d) for d in flags or [found_inf.device]}
+            del state["meshes"]
+        return {0: (scale, found_inf)}
 
     # --- step -------------------------------------------------------------------------------------------------------
 
@@ -326,70 +319,63 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
-            self._steps_of(optimizer).outcome = StepOutcome()
+            self._record(optimizer).outcome = StepOutcome()
             return result
         if "closure" in kwargs or any(map(callable, args)):
             raise AmpError(
                 "Closure use is not currently supported if GradScaler is enabled. Run backward before step()."
             )
-        parameters = _params(optimizer)
-        with self._begun("step", optimizer) as (scale, state):
-            if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
-                self._told_of_no_gradients.add(optimizer)
+        with self._begun("step", optimizer) as state:
+            steps, by_device, result = self._record(optimizer), skips_by_itself(optimizer), None
+            if state["stage"] is OptState.READY:
+                self._check(optimizer) if by_device else self.unscale_(optimizer)
+            flags, losses = self._flags(state), None
+            if not by_device:
+                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+                # None: a framework has replaced that method, and only the flag tells.
+                losses = state.pop("overflowed", None)
+            elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
+                result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
+            if not state["found_inf_per_device"] and not steps.told:
+                steps.told = True
                 logger.warning(
                     "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, "
                     "or zero_grad() ran after backward(). See "
                     "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
                     type(optimizer).__name__,
                 )
-            steps, result = self._steps_of(optimizer), None
-            # Trust other classes. torch's optimizers may have groups that are not fused.
-            is_torchs = getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
-            by_device = skips_by_itself(optimizer) if is_torchs else declares(optimizer, "_step_supports_amp_scaling")
-            if "not_agreed" in state or (not by_device and state["stage"] is OptState.READY):
-                self.unscale_(optimizer)
-            losses: Overflowed | None  # None: the device decides, or a framework's override of _maybe_opt_step
-            if not by_device:
-                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-                losses = state.pop("overflowed", None)
-            elif not (losses := steps.overflowed_at_limit(lambda: self._flags(optimizer, state)) or None):
-                result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             state["stage"] = OptState.STEPPED
-            known = Known({0: scale.clone()}, norm_before_clipping(p.grad for p in parameters))
+            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
             if losses:
                 steps.skipped(optimizer, losses, known, _culprits(optimizer))
             elif losses is not None:
                 steps.stepped(optimizer, known)
             else:
-                found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
-                if self._max_consecutive_skips is not None:
-                    found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
-                flags: Flags = {0: (self._loss_scale, found_inf)}  # type: ignore[dict-item]
                 stepped = weakref.ref(optimizer)
 
                 def later(is_current: bool) -> Culprits | None:
                     return _culprits(of) or None if is_current and (of := stepped()) is not None else None
 
-                steps.conclude(optimizer, steps.left_to_device(flags, known, found_inf, tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
         return result
 
-    def _flags(self, optimizer: Any, state: dict[str, Any]) -> Flags:
-        """The flag of the gradients, which are checked now if they were not."""
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        flags = list(state["found_inf_per_device"].values())
-        return {0: (self._loss_scale, join_flags(flags, flags[0].device))} if flags else {}  # type: ignore[dict-item]
+    def _record(self, optimizer: Any) -> StepRecord:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = StepRecord(*self._recording)
+        record: StepRecord = self._steps[optimizer]
+        return record
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer_state["overflowed"] = overflowed(self._flags(optimizer, optimizer_state))
+        optimizer_state["overflowed"] = overflowed(self._flags(optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
-    def _step_on_device(self, optimizer: Any, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _step_on_device(
+        self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Steps an optimizer that unscales and skips by itself."""
-        own = "step" in vars(optimizer) or not hasattr(type(optimizer), "step")
-        if asks_for_grad_scaler.__wrapped__(optimizer.step) if own else asks_for_grad_scaler(type(optimizer).step):
+        if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
                 f"grad_scaler of {type(optimizer).__name__}.step. Read self.grad_scale and self.found_inf instead.",
@@ -399,13 +385,10 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-            given = scale.clone() if given is None else scale * given
-        if any(group.get("fused") for group in optimizer.param_groups):
-            align_gradients(optimizer)
-        optimizer.grad_scale = given
-        # torch's fused CPU kernels compare with 1, so a flag summed over ranks would not skip.
-        optimizer.found_inf = join_flags(state["found_inf_per_device"].values(), scale.device).ne(0).float()
+            given = self._scale.clone() if given is None else self._scale * given
+        align_gradients(optimizer)
+        # torch's fused CPU kernels compare with 1, and a framework's sum over ranks may exceed it.
+        optimizer.grad_scale, optimizer.found_inf = given, found_inf.ne(0).float()
         try:
             return optimizer.step(*args, **kwargs)
         finally:
@@ -429,10 +412,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("update")
-        assert self._loss_scale is not None
-        states = self._per_optimizer_states
-        flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+        self._check_scale_growth_tracker("update")
+        scale, states = self._loss_scale, self._per_optimizer_states
         if new_scale is not None:
             if isinstance(t := new_scale, Tensor) and (
                 t.device.type != self._device or t.numel() != 1 or t.requires_grad
@@ -441,27 +422,27 @@ class GradScaler(torch.amp.GradScaler):
                     f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
                     f"got {t.numel()} on {t.device} with requires_grad={t.requires_grad}"
                 )
-            self._loss_scale.set(new_scale)
-            states.clear()
-        elif flags or any(state["stage"] is OptState.STEPPED for state in states.values()):
-            found_inf = join_flags(flags, scale.device)
-            states.clear()  # first: after an exception these flags must not update the scale again
-            if flags:
-                self._loss_scale.update(found_inf)
-        else:
+            scale.set(new_scale)
+            return states.clear()
+        flags = [
+            self._flags(state)[0][1] for state in states.values() if state["found_inf_per_device"] or "meshes" in state
+        ]
+        if not flags and not any(state["stage"] is OptState.STEPPED for state in states.values()):
             raise AmpAssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
                 "See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
             )
+        states.clear()  # first: after an exception these flags must not update the scale again
+        if flags:
+            scale.update(join_flags(flags, flags[0].device))
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        of: Any = self._loss_scale
-        if of.scale is None or of.growth_tracker is None:
+        if self._scale is None or self._growth_tracker is None:
             raise AmpAssertionError(
-                f"Attempted {funcname} but {'_scale' if of.scale is None else '_growth_tracker'} is None. Call "
+                f"Attempted {funcname} but {'_scale' if self._scale is None else '_growth_tracker'} is None. Call "
                 "scaler.scale(loss).backward() before it. See docs/errors.md#attempted-step-but-_scale-is-none."
             )
-        return of.scale, of.growth_tracker
+        return self._scale, self._growth_tracker
 
     # --- outcomes of steps, checkpoints -----------------------------------------------------------------------------
 
@@ -488,17 +469,9 @@ class GradScaler(torch.amp.GradScaler):
             AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
         """
         if optimizer is None and len(self._steps) > 1:
-            raise AmpError(
-                f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them: "
-                "scaler.history(optimizer)."
-            )
+            raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")
         steps = next(iter(self._steps.values()), None) if optimizer is None else self._steps.get(optimizer)
         return (StepHistory(0) if steps is None else steps.history).lists(last)
-
-    def _steps_of(self, optimizer: Any) -> StepRecord:
-        if (steps := self._steps.get(optimizer)) is None:
-            steps = self._steps[optimizer] = StepRecord(self._max_consecutive_skips, self._history_length)
-        return steps
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
@@ -543,9 +516,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        # The outcomes of steps are not pickled.
-        return {k: v for k, v in vars(self).items() if k not in ("_steps", "_told_of_no_gradients")}
+        return {k: v for k, v in vars(self).items() if k != "_steps"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._forget_steps()
-        self.__dict__.update(state)
+        self.__dict__.update(state, _steps=weakref.WeakKeyDictionary())

@@ -88,17 +88,10 @@ class LossScale:
     """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
     The three tensors are None, and their ``init_`` numbers hold, until a call creates them on its device. A static
-    scale (``dynamic=False``) never changes in ``update``, which only counts.
+    scale (``dynamic=False``) never changes in ``update``, which only counts. ``min_scale`` and ``max_scale`` bound
+    ``update``, and a dynamic ``init_scale``. The other arguments are those of ``GradScaler``.
 
-    Args:
-        init_scale: the first value, > 0.
-        dynamic: whether ``update`` changes the scale.
-        growth_factor: > 1. backoff_factor: between 0 and 1.
-        growth_interval: clean updates in a row before the scale grows, >= 1.
-        min_scale, max_scale: bounds for ``update``. A dynamic ``init_scale`` must be within them.
-        hysteresis: overflows in a row before the scale falls, >= 1.
-
-    Raises AmpTypeError or AmpValueError for an argument outside these bounds, by name.
+    Raises AmpTypeError or AmpValueError for an argument outside of its bounds, by name.
     """
 
     scale: Tensor | None = None
@@ -159,12 +152,12 @@ class LossScale:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the scale is static and exactly 1. No host sync."""
+        """Whether the scale is static and exactly 1."""
         return not self.dynamic and self.init_scale == 1.0
 
     @property
     def moves(self) -> bool:
-        """Whether updates can change the scale. No host sync."""
+        """Whether updates can change the scale."""
         return self.dynamic and not self.is_held
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
@@ -173,7 +166,7 @@ class LossScale:
         """The factors of a block for its loss and its gradients, which later updates do not change. And the flags of
         its gradients, which nobody reads for a static scale without an observer.
 
-        ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale."""
+        ``fresh``: make new copies, at the start of an iteration, so that a replay reads the scale."""
         found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0, found_inf
@@ -189,8 +182,7 @@ class LossScale:
             self.observer.checked(found_inf)
 
     def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
-        """The process groups whose ranks agree on flags: those of the gradients' meshes and the scale's own. None for
-        a static scale."""
+        """The process groups whose ranks agree on flags: of the gradients' meshes, and its own. None if static."""
         groups = dict.fromkeys([*of_meshes, self.process_group]) if self.dynamic else ()
         return [group for group in groups if group is not None]
 
@@ -207,8 +199,8 @@ class LossScale:
     def sent(self, found_inf: Tensor) -> Tensor:
         """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync.
 
-        With the bits of the scale in two halves, and their squares, to find a scale that differs. Sums of these
-        integers are exact."""
+        Besides flag and number of ranks the bits of the scale in two halves, and their squares: sums of these integers
+        are exact, and show whether a scale differs."""
         bits = move(self.tensors(found_inf.device)[0], found_inf.device).view(torch.int32)
         halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
         flag = found_inf.detach().reshape(()) != 0
@@ -217,11 +209,8 @@ class LossScale:
     def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
         """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. ``call``: for messages.
 
-        1 if the scales differ, so that every rank skips the step. Ranks read whether they do: each time on the CPU,
-        where the host waits anyway; else at the first time, after a load and every 1,000th time, with a host sync.
-
-        Raises:
-            AmpRankError: the loss scales of the ranks differ.
+        1 if the scales differ, so that every rank skips the step; then AmpRankError where the host reads it: each time
+        on the CPU, where it waits anyway; else the first time, after a load and every 1,000th time.
         """
         number, halves, squares = joined[1], joined[2:4], joined[4:6]
         differ = (number * squares != halves * halves).any()  # their variance is not 0

@@ -1,22 +1,29 @@
 """The outcome of a step: whether it ran, which losses overflowed, and which gradients were inf or nan.
 
 Every step makes a ``StepOutcome``, without a host sync. It keeps the flags and scales of the step, which no later step
-writes to, and reads them when an attribute is read.
+writes to, and reads them when an attribute is read. A ``StepHistory`` keeps these numbers of the latest steps, and
+gathers them into one tensor now and then; only ``lists`` reads them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampctx._errors import listed
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import values_of
-from ampctx.kernels.tensor_loops import device_of, dtype_of
+from ampctx.kernels.tensor_loops import device_of
+from ampctx.scaling.loss_scale import check_count
 
+DEFAULT_LENGTH = 10_000  # of a history
+# Steps before their tensors are gathered into one.
+GATHERED_AT_ONCE = 64
 # The kind of a number of a step, and its loss id.
 Number = tuple[Literal["overflowed", "found_inf", "scale", "grad_norm"], int]
 
@@ -67,12 +74,6 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
         for (p, _), (inf, nan) in zip(suspects, torch.stack(counts).tolist(), strict=True)
         if inf or nan  # the norm of large finite numbers may overflow
     )
-
-
-def listed(culprits: Culprits, most: int = 3) -> str:
-    """The first ``most`` parameters in a line, and the number of others."""
-    first = ", ".join(map(str, culprits[:most]))
-    return first + (f" and {len(culprits) - most} more" if len(culprits) > most else "")
 
 
 class StepOutcome:
@@ -203,8 +204,87 @@ def gathered(numbers: Sequence[Tensor]) -> Tensor:
     """Tensors of one element on any mix of devices as one tensor, ``[len(numbers)]`` in fp32. No host sync."""
     if not numbers:
         return torch.empty(0)
-    devices = set(map(device_of, numbers))
-    if len(devices) == 1 and set(map(dtype_of, numbers)) == {torch.float32} and not any(map(Tensor.dim, numbers)):
-        return torch.stack(list(numbers))
     device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
     return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
+
+
+# --- the latest steps -------------------------------------------------------------------------------------------------
+
+
+class History(NamedTuple):
+    """Steps of one optimizer, the oldest first, as lists of Python numbers of equal length.
+
+    Attributes:
+        step: the number of the step. The first one after ``initialize`` is 0.
+        skipped: whether the step was skipped.
+        grad_norm: ``StepOutcome.grad_norm`` in fp32; nan if no call computed it.
+        scale: by loss id, the scale of the loss; nan if the loss had no part in the step.
+        overflowed: by loss id, whether gradients were inf or nan. -1: gradients from outside of ``scale_loss``.
+    """
+
+    step: list[int]
+    skipped: list[bool]
+    grad_norm: list[float]
+    scale: dict[int, list[float]]
+    overflowed: dict[int, list[bool]]
+
+    def __str__(self) -> str:
+        """The number of steps and of skips, and the latest norm and scales. ``repr`` shows the lists."""
+        if not self.step:
+            return "no steps"
+        scales = ", ".join(f"{values[-1]:g}" for values in self.scale.values())
+        return (
+            f"steps {self.step[0]} to {self.step[-1]}, {sum(self.skipped)} skipped; "
+            f"latest gradient norm {self.grad_norm[-1]:g}, loss scale {scales}"
+        )
+
+
+class StepHistory:
+    """The outcomes of the latest steps of one optimizer.
+
+    Args:
+        length: the number of steps to keep; 0 for none.
+        losses: the number of loss ids. ``count``: of steps so far, kept or not.
+    """
+
+    def __init__(self, length: int, losses: int = 1) -> None:
+        self.count, self._length, self._losses = 0, length, losses
+        self._latest: list[dict[Number, Tensor | float]] = []
+        self._gathered = deque[_Steps](maxlen=-(-length // GATHERED_AT_ONCE))
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Adds the outcome of a step. No host sync."""
+        self.count += 1
+        if self._length:
+            self._latest.append(outcome.numbers)
+        if len(self._latest) == GATHERED_AT_ONCE:
+            self._gathered.append(_gather(self._latest))
+            self._latest = []
+
+    def lists(self, last: int | None = None) -> History:
+        """The latest ``last`` steps, or all that are kept. Host sync."""
+        n = self._length if last is None else min(check_count("last", last, 0), self._length)
+        parts = [*self._gathered, _gather(self._latest)]
+        device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        values = iter(torch.cat([move(part, device) for _, part in parts]).tolist())
+        read = [{k: next(values) if v is None else v for k, v in step.items()} for steps, _ in parts for step in steps]
+        steps = read[max(0, len(read) - n) :]
+        losses = range(self._losses)
+        checked = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
+        nan = float("nan")
+        return History(
+            step=list(range(self.count - len(steps), self.count)),
+            skipped=[any(step[k] for k in step if k[0] in ("overflowed", "found_inf")) for step in steps],
+            grad_norm=[step.get(("grad_norm", 0), nan) for step in steps],
+            scale={i: [step.get(("scale", i), nan) for step in steps] for i in losses},
+            overflowed={i: [bool(step.get(("overflowed", i), 0.0)) for step in steps] for i in checked},
+        )
+
+
+# Steps, in which None stands for a number on the device, and these numbers in order.
+_Steps = tuple[list[dict[Number, float | None]], Tensor]
+
+
+def _gather(steps: list[dict[Number, Tensor | float]]) -> _Steps:
+    tensors = [value for step in steps for value in step.values() if isinstance(value, Tensor)]
+    return [{k: None if isinstance(v, Tensor) else v for k, v in step.items()} for step in steps], gathered(tensors)

@@ -12,21 +12,20 @@ amp and ``GradScaler`` have one ``StepRecord`` for each optimizer, and call it i
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpStallError
+from ampctx._errors import AmpStallError, listed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import join_flags, move
 from ampctx.kernels.reference import skip_counts
 from ampctx.scaling.any_optimizer import with_wrapped
-from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, StepOutcome, gathered, listed
+from ampctx.scaling.outcome import Culprits, StepHistory, StepOutcome, gathered
 from ampctx.weights.step import SkipCounts
 
 # The loss id of gradients that no block has checked.
@@ -36,9 +35,9 @@ Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, so that nothing can be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def host_may_read() -> bool:
+    """Whether the host may read the device. Not while a CUDA graph is captured."""
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def overflowed(flags: Flags) -> Overflowed:
@@ -62,20 +61,18 @@ class Known(NamedTuple):
 class StepRecord:
     """Decides and records the steps of one optimizer, without a reference to it.
 
-    The device counts the steps that it skips. Asynchronous copies bring the counts to the host, one at a time. Counts
-    only grow, so none is missed.
+    The device counts the steps that it skips. Asynchronous copies, one at a time, bring the counts to the host.
 
     Args:
         limit: the number of steps that may be skipped in a row. None: any number.
-        history_length: the number of steps that the history keeps.
-        losses: the number of loss ids.
-        report: gets the number of skips at the last report, the number now, (loss id, scale, value) of each loss that
+        history_length, losses: the number of steps that the history keeps, and of loss ids.
+        report: gets the numbers of skips at the last report and now, (loss id, scale, value) of each loss that
             overflowed, the parameters with non-finite gradients, and the number of steps so far. None: skips on the
             device are counted only for a limit.
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
     ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
-    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of.
+    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned.
     """
 
     def __init__(
@@ -88,21 +85,21 @@ class StepRecord:
     ) -> None:
         self.outcome: StepOutcome | None = None
         self.history = StepHistory(history_length, losses)
-        self.epoch = self.in_a_row = 0
+        self.epoch, self.in_a_row, self.told = 0, 0, False
         self._limit, self._report, self._hooks = limit, report, hooks
         self._counts_skips = limit is not None or report is not None
         self._skipped_on_host = 0
         # (Loss id, scale after a skip), as far as the host knows.
         self._scales_after = deque[tuple[int, float]](maxlen=16)
-        # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a CUDA
-        # graph counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
+        # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a
+        # replay counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
         self._counts: Tensor | None = None
         self._slots = losses + 1
         self._scales: dict[int, LossScale] = {}
         # The loss id of the latest ``counts_for``, and what it gave.
         self._offered: tuple[int, SkipCounts] | None = None
         # The counts that were reported: of all skips, and of each loss.
-        self._reported, self._reported_of = 0, dict[int, float]()
+        self._reported, self._reported_of = 0, defaultdict[int, float](float)
         # Counts on their way to the host.
         self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
 
@@ -113,7 +110,7 @@ class StepRecord:
         decides. Host sync only at the limit."""
         if self._limit is None:
             return []
-        if not is_capturing():
+        if host_may_read():
             self._poll()
         if self.in_a_row < self._limit:
             return []
@@ -128,20 +125,16 @@ class StepRecord:
             return None
         ((loss_id, (scale, flag)),) = flags.items()
         value, kept = scale.scale, self._offered
-        if flag is not found_inf or value is None:
+        if flag is not found_inf or value is None or value.device != found_inf.device:
             return None
-        is_kept = kept is not None and kept[0] == loss_id and kept[1].tensors[4] is value
-        if kept is None or not is_kept or self._scales.get(loss_id) is not scale:
+        if kept is None or kept[0] != loss_id or kept[1].tensors[4] is not value:
             counts, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
-            if value.device != counts.device or value.dtype != torch.float32:
+            if value.device != counts.device:
                 return None
             kept = self._offered = loss_id, SkipCounts([*skip_counts(counts, slot), value])
-        counts_of_step = kept[1]
-        if found_inf.device != counts_of_step.device:
-            return None
-        if counts_of_step.found_inf is not found_inf:
-            counts_of_step.found_inf, counts_of_step.is_taken = found_inf, False
-        return counts_of_step
+        if kept[1].found_inf is not found_inf:
+            kept[1].found_inf, kept[1].is_taken = found_inf, False
+        return kept[1]
 
     # --- after a step that the device decided on ----------------------------------------------------------------------
 
@@ -155,15 +148,11 @@ class StepRecord:
         external: bool = False,
         counts: SkipCounts | None = None,
     ) -> StepOutcome:
-        """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only if there are
-        hooks.
+        """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only with hooks.
 
-        Args:
-            found_inf: the flag that the step used.
-            culprits, later: give the parameters with non-finite gradients now, or later: then with whether ``.grad``
-                still belongs to this step.
-            external: whether ``found_inf`` includes a flag that no loss has raised.
-            counts: those that the step was offered.
+        ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
+        ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
+        ``.grad`` still belongs to this step. ``counts``: those that the step was offered.
         """
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
@@ -173,26 +162,22 @@ class StepRecord:
             grad_norm=known.grad_norm,
             culprits=lambda: later((now := record()) is not None and now.epoch == epoch),
         )
-        if any(self._hooks) and not is_capturing() and outcome.skipped:
+        if any(self._hooks) and host_may_read() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_skips and not (counts and counts.is_taken):
-            is_first = True
-            for loss_id, (scale, flag) in flags.items():
+            for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
                 device = numbers.device
                 found, raised, value = (move(t, device) for t in (found_inf, flag, scale.tensors(device)[0]))
-                ops.count_skip(numbers, found, raised, value, slot, is_first)
-                is_first = False
+                ops.count_skip(numbers, found, raised, value, slot, is_first=i == 0)
         return outcome
 
     def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
         """Ends a step: history and hooks."""
-        capturing = is_capturing()
-        if self._counts is not None and not capturing:
-            self._poll()
         self.outcome = outcome
-        if capturing:
+        if not host_may_read():
             return
+        self._poll()
         self.history.add(outcome)
         if any(self._hooks):
             for hook in list(self._hooks[outcome.skipped].values()):
@@ -254,18 +239,14 @@ class StepRecord:
         if self._counts is None:
             self._counts = torch.zeros(2 + 2 * self._slots, dtype=torch.float32, device=device)
             self._counts[1].fill_(self.in_a_row)
-        slot = loss_id % self._slots
-        if self._scales.get(loss_id) is not scale:
-            if loss_id in self._scales:
-                self._counts[2 + 2 * slot].zero_()
-            self._scales[loss_id], self._reported_of[loss_id] = scale, 0.0
-        return self._counts, slot
+        self._scales[loss_id] = scale
+        return self._counts, loss_id % self._slots
 
     def _decided(self, skipped: bool) -> None:
         """Counts a decision of the host in the skips in a row. No host sync."""
         if self._limit is None:
             return
-        self._copy = None  # the pending copy does not include this step
+        self._copy = None  # the one on its way does not include this step
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self._counts is not None:
             self._counts[1].fill_(self.in_a_row)

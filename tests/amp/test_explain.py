@@ -556,14 +556,14 @@ def test_a_long_list_is_cut():
     with torch.autocast("cpu", dtype=HALF):
         (hint,) = amp.explain(model, torch.ones(8, 9)).hints
     shape = "(8x9 @ 9x9)"
-    assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape}, 2 more")
+    assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape} and 2 more")
 
 
 # --- errors and docs --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. To explain"):
+    with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. Call a fun"):
         amp.explain(loss_of, torch.ones(1))
 
 

@@ -291,7 +291,7 @@ def test_checkpoints_that_do_not_fit():
     refused(as_muon, as_adamw.state_dict(), AmpValueError, message)
     message = "decoupled_weight_decay=False, and groups with use_muon=False step by AdamW"
     refused(as_adamw, adam.state_dict(), AmpValueError, message)
-    refused(as_muon, adam.state_dict(), AmpKeyError, "no 'momentum'")
+    refused(as_muon, adam.state_dict(), AmpKeyError, 'no "momentum"')
     broken = as_muon.state_dict()
     broken["param_groups"][0]["use_muon"] = "yes"
     refused(as_muon, broken, AmpTypeError, "use_muon must be True or False, got 'yes'")

@@ -271,7 +271,7 @@ class Foreign(torch.optim.SGD):
     ("arguments", "options", "error", "match"),
     [
         ((torch.optim.LBFGS,), {}, ampctx.AmpValueError, "LBFGS all of them as one"),
-        ((torch.optim.SparseAdam,), {}, ampctx.AmpValueError, "SparseAdam sparse ones"),
+        ((torch.optim.SparseAdam,), {}, ampctx.AmpValueError, "SparseAdam sparse gradients"),
         ((Foreign,), {"lr": 0.1}, ampctx.AmpValueError, "which Foreign may not allow"),
         ((FusedAdam,), {}, ampctx.AmpValueError, "which FusedAdam may not allow"),
         (("NAdam",), {}, ampctx.AmpTypeError, "kind must be a class of torch.optim, .*, got 'NAdam'"),

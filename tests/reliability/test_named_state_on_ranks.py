@@ -263,7 +263,7 @@ WRONG = {
     "missing state": (lambda t: t["optim"].pop("2.bias"),
         'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen'),
     "unknown state": (lambda t: t["optim"].update(head={"step": torch.ones(())}),
-        'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps that parameter'),
+        'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps it'),
     "missing moment": (lambda t: t["optim"]["2.bias"].pop("exp_avg"),
         'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps'),
     "moment": (lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)),

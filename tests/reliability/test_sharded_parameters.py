@@ -657,7 +657,7 @@ def refused(model, optimizer, level, message, session=None):
 @on_ranks(2)
 def test_levels_that_do_not_fit_are_refused():
     for level, make, message in (
-        ("O3", fully_sharded, "O3 without master weights does not work under fully_shard"),
+        ("O3", fully_sharded, "O3 with master_weights=False does not work under fully_shard"),
         ("O2", tensor_parallel, "With tensor parallelism alone use O1 or O4"),
         ("O5", tensor_parallel, "With tensor parallelism alone use O1 or O4"),
     ):
