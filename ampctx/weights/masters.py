@@ -270,13 +270,14 @@ class MasterParams:
                 )
 
     def nothing_changed(self, optimizer: Any) -> bool:
-        """Whether groups, dtypes, devices and weights are as before, and no parameter has a gradient. False if that is
-        not known."""
+        """Whether groups, dtypes and devices are as before, and no parameter has a gradient. False if that is not known.
+
+        Not whether somebody has written weights: the step and the next forward look at that."""
         if self.unsure or self.ahead or self._frozen or not self._kinds or self._held is None:
             return False
         groups, number = optimizer.param_groups, self._held.number
         unchanged = tensor_loops.nothing_changed(groups, self._members, number, self._kinds, self.leaves)
-        return bool(unchanged) and self._counts() == self._agreed
+        return bool(unchanged)
 
     def _handle(self) -> HeldTensors | None:
         """A handle for all parameters and masters, those of ``_both`` first. None if the library cannot hold them."""
