@@ -285,7 +285,7 @@ class _Shards(Layers):
         """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
         work, skips = self.work, self.scaling.skips
         given = {"found_inf": self.found_inf, "lr": _work.on_device(lr, work.device), "seed": self.group["seed"]}
-        counted = () if skips is None else skips.take(work.device, moves)
+        counted = () if skips is None else skips.take(work.device)
         take_step(work, moves, {**given, "skips": counted, **options})
 
 

@@ -24,9 +24,8 @@ from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueEr
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
+from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory
@@ -262,8 +261,7 @@ class GradScaler(torch.amp.GradScaler):
         parameters = _params(optimizer)
         if any_sharded(parameters):
             place_grads(parameters)
-        found, known = read_grads(parameters)
-        grads: Any = [grad for grad in found if grad is not None]
+        grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             where, p = _places(optimizer, lambda p: p.grad.dtype == torch.float16)[0]
             raise AmpValueError(
@@ -273,9 +271,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         flags, start = FoundInf(), found_inf if inv_scale is None else found_inf.clone()
         flags.per_device = {device: move(start, device) for device in set(map(device_of, grads))}
-        if known is not None:
-            grads = known  # one op call can take them
-        elif not set(map(layout_of, grads)) <= {torch.strided}:
+        if not set(map(layout_of, grads)) <= {torch.strided}:
             grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
         if inv_scale is None:
             foreach.l2norm(grads, flags)  # reads the gradients once, and writes none; the norm is not needed

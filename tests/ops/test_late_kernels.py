@@ -225,15 +225,15 @@ def test_a_compiled_graph_may_come_first(emulation):
 IMPORT = """
 import torch, ampctx
 assert not torch.cuda.is_initialized()
-from ampctx.kernels import handles, ops
+from ampctx.kernels import ops
 def kernel(): return torch._C._dispatch_has_kernel_for_dispatch_key("ampctx::multi_tensor_scale", "CUDA")
 assert not kernel()
-assert handles.extension.late is not None
+assert ops.extension.late is not None
 x = [torch.ones(3, device="cuda")]
 ops.multi_tensor_scale(x, x, torch.zeros((), device="cuda"), 2.0)
 assert kernel()
-assert handles.extension.late is None
-print(handles.extension.backends, x[0].tolist())
+assert ops.extension.late is None
+print(ops.extension.backends, x[0].tolist())
 """
 
 
