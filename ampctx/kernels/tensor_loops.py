@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -25,13 +25,6 @@ device_of: Any = _of_tensor.device.__get__
 layout_of: Any = _of_tensor.layout.__get__
 # Private name. torch has no public way to see a write without reading the tensor.
 version_of: Any = operator.attrgetter("_version")
-
-
-def is_resolved(tensor: Tensor) -> bool:
-    """Whether the tensor's values are those in its memory. torch negates or conjugates others as it reads them, and
-    takes a ZeroTensor, which has no memory, for zeros."""
-    # _is_zerotensor is private; torch has no public name for it.
-    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
@@ -65,9 +58,14 @@ def same_members(groups: Sequence[Mapping[str, Any]], members: list[list[Any]]) 
     )
 
 
-def all_resolved(tensors: Iterable[Tensor]) -> bool:
-    """Whether each tensor ``is_resolved``. True in graphs, where torch resolves them."""
-    return torch.compiler.is_compiling() or all(map(is_resolved, tensors))
+def all_resolved(tensors: Collection[Tensor]) -> bool:
+    """Whether the values of each tensor are those in its memory. torch negates or conjugates others as it reads them,
+    and takes a ZeroTensor, which has no memory, for zeros. True in graphs, where torch resolves them."""
+    if torch.compiler.is_compiling():
+        return True
+    # _is_zerotensor is private; torch has no public name for it.
+    asked = (Tensor.is_neg, Tensor.is_conj, Tensor._is_zerotensor)
+    return not any(chain.from_iterable(map(ask, tensors) for ask in asked))
 
 
 def have_no_grad(tensors: Iterable[Tensor], stored: bool) -> bool:

@@ -124,7 +124,7 @@ def _numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int], par
 class Work(NamedTuple):
     """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
-    ``lists``: by the names of the op's arguments. ``keys``: for lists of state, the key in the members' state.
+    ``lists``: by the names of the op's arguments.
     """
 
     group: Group
@@ -133,7 +133,6 @@ class Work(NamedTuple):
     fused: bool
     members: list[Tensor]
     lists: dict[str, Any]
-    keys: dict[str, str]
     sharded: bool = False  # whether some members are DTensors
     # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
     numbers: Sequence[int] = ()
@@ -181,8 +180,6 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     destination, is_pending, in_codes = kind
     forms = optimizer._forms(group, in_codes)
     states = optimizer._states(forms, destination, members.params)
-    keys = {name: key for name, key in forms.sized.items() if key is not None}
-    of_other_sizes = {**optimizer._one_element, **forms.scales}
     targets, extra = members.params, []
     if destination == "model":
         extra = [scaling.models[p] for p in targets]
@@ -203,12 +200,10 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         # torch refuses to write a ZeroTensor
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
     compared = {"grads": grads, "params": params, **({"extras": extras} if extras else {})}
-    compared |= {name: [state[key] for state in states] for name, key in keys.items()}
+    compared |= {name: [state[key] for state in states] for name, key in forms.sized.items() if key is not None}
+    of_other_sizes = {**optimizer._one_element, **forms.scales}
     along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
-    keys |= of_other_sizes
-    if destination in EXTRAS:
-        keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
     sharded, made = any_sharded(members.params), optimizer._numbers
     found = buckets(
         *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
@@ -222,7 +217,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
             drawn = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)] if sharded else numbers
             random = {"numbers": _numbers_on(made, device, drawn, named["params"])}
             random["stochastic_state"] = bool(forms.dtypes)
-        yield Work(group, kind, device, fused, stepped, named, keys, sharded, drawn, random, relaid)
+        yield Work(group, kind, device, fused, stepped, named, sharded, drawn, random, relaid)
         relaid = ()
 
 

@@ -57,7 +57,7 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
     for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
         named = {**empty, **dict(zip([*lists, *along], rows, strict=True))}
-        _work.call(op, Work({}, kind, device, fused, [], named, {}), {"maximize": False, "seed": 0, **numbers})
+        _work.call(op, Work({}, kind, device, fused, [], named), {"maximize": False, "seed": 0, **numbers})
 
 
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:

@@ -393,19 +393,19 @@ def _place_of(t: Tensor) -> Any:
     return (t.data_ptr(), t.numel()) if type(t) is Tensor and t.numel() else id(t)
 
 
-def _is_writable(t: Tensor) -> bool:
+def _are_writable(grads: Sequence[Tensor]) -> bool:
     """Whether each element has memory of its own (not those of an expanded gradient), with its value there."""
-    return (t.is_contiguous() or reference.is_dense(t)) and tensor_loops.is_resolved(t)
+    return all(t.is_contiguous() or reference.is_dense(t) for t in grads) and tensor_loops.all_resolved(grads)
 
 
 def _are_whole(grads: Sequence[Tensor]) -> bool:
     """Whether each gradient can be scaled in place, once: two parameters may hold one gradient."""
-    are_writable = set(map(layout_of, grads)) <= {torch.strided} and all(map(_is_writable, grads))
+    are_writable = set(map(layout_of, grads)) <= {torch.strided} and _are_writable(grads)
     return are_writable and len(set(map(_place_of, grads))) == len(grads)
 
 
 def _writable(t: Tensor) -> Tensor:
-    return t if _is_writable(t) else t.clone()
+    return t if _are_writable([t]) else t.clone()
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from kit import start, train, with_plans
+from kit import start, train
 from torch import nn
 
 from ampctx import optimizers
@@ -39,7 +39,6 @@ def training(level):
         pytest.param(training, "O2", marks=pytest.mark.full, id="O2"),
     ],
 )
-@with_plans
 def test_every_interrupt_of_a_loop_arrives(make, level, monkeypatch):
     iterate = make(level)
     sent = caught = 0
