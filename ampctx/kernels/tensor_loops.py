@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -46,18 +46,6 @@ def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
-def members_of(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """A copy of each group's list of parameters."""
-    return [list(group["params"]) for group in groups]
-
-
-def same_members(groups: Sequence[Mapping[str, Any]], members: list[list[Any]]) -> bool:
-    """Whether the param groups hold the parameters of ``members_of``, each in its group, in order."""
-    return len(groups) == len(members) and all(
-        same_items(group["params"], params) for group, params in zip(groups, members, strict=True)
-    )
-
-
 def all_resolved(tensors: Collection[Tensor]) -> bool:
     """Whether the values of each tensor are those in its memory. torch negates or conjugates others as it reads them,
     and takes a ZeroTensor, which has no memory, for zeros. True in graphs, where torch resolves them."""
@@ -68,9 +56,9 @@ def all_resolved(tensors: Collection[Tensor]) -> bool:
     return not any(chain.from_iterable(map(ask, tensors) for ask in asked))
 
 
-def have_no_grad(tensors: Iterable[Tensor], stored: bool) -> bool:
-    """Whether no tensor has a gradient. ``stored``: torch's own attribute, also of a type with a property ``grad``."""
-    return all_none(map(stored_grad if stored else grad_of, tensors))
+def have_no_grad(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor has a gradient in torch's own attribute, also of a type with a property ``grad``."""
+    return all_none(map(stored_grad, tensors))
 
 
 def clear_grads(tensors: Iterable[Tensor]) -> None:

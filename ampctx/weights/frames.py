@@ -25,7 +25,7 @@ from ampctx._collectives import is_distributed
 from ampctx.kernels import foreach, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.sharding import place_grads, values_of
-from ampctx.kernels.tensor_loops import all_there, grad_of, layout_of
+from ampctx.kernels.tensor_loops import all_none, all_there, grad_of, layout_of
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 
@@ -210,7 +210,7 @@ class Frames:
         place = self._masters.place
         may_wait = self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
-        if may_wait and tensor_loops.have_no_grad(masters, True) and all(map(_fills_its_storage, given)):
+        if may_wait and tensor_loops.have_no_grad(masters) and all(map(_fills_its_storage, given)):
             last = not self._masters.params_without_master
             return params, [], {}, Pending(masters, place, given, factor, found_inf, last)
         sums: list[tuple[Tensor, Tensor]] = []
@@ -294,7 +294,7 @@ class Frames:
         """Whether ``collect`` has anything to do."""
         if self.frames:
             return self.window is not None
-        return bool(self._masters.pairs) and not tensor_loops.have_no_grad(self._masters.params_with_master, False)
+        return not all_none(map(grad_of, self._masters.params_with_master))
 
     def collect(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.

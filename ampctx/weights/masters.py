@@ -21,7 +21,7 @@ from ampctx._errors import AmpError
 from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.kernels import foreach, tensor_loops
+from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
@@ -101,7 +101,7 @@ class MasterParams:
         self._agreed: list[tuple[int, int, int]] = []
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
-        self._members: list[list[Tensor]] = []
+        self._members: list[list[int]] = []
         self.follow(optimizer, lambda: taken, originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -110,8 +110,9 @@ class MasterParams:
 
     def is_current(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        alike = tensor_loops.same_members(optimizer.param_groups, self._members)
-        return alike and not (self._frozen and any(p.requires_grad for p in self._frozen))
+        return self._members == _members_of(optimizer) and not (
+            self._frozen and any(p.requires_grad for p in self._frozen)
+        )
 
     @torch.no_grad()
     def follow(
@@ -127,7 +128,7 @@ class MasterParams:
         ``drop_grads``: drop earlier gradients of parameters that join, whose scale is unknown.
         """
         self.resync()
-        groups, before = optimizer.param_groups, tensor_loops.members_of(optimizer.param_groups)
+        groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
         left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
         # By the ids of both.
@@ -203,7 +204,7 @@ class MasterParams:
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
         self._both = [*self.params_with_master, *self.masters]
-        self._members = tensor_loops.members_of(optimizer.param_groups)
+        self._members = _members_of(optimizer)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -422,10 +423,14 @@ class MasterParams:
         """Sets ``grad`` of masters to None, pending gradients included."""
         if self.place.pending is not None:
             self.place.pending.drop()
-        if self.pairs and not tensor_loops.have_no_grad(self.masters, True):
-            for master in self.masters:
-                if stored_grad(master) is not None:
-                    master.grad = None
+        for master in self.masters:
+            if stored_grad(master) is not None:
+                master.grad = None
+
+
+def _members_of(optimizer: Any) -> list[list[int]]:
+    """The ids of each group's parameters."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

@@ -165,7 +165,7 @@ class Pending:
 
     def is_alone(self) -> bool:
         """Whether no master has another gradient: autograd writes one past the property."""
-        return tensor_loops.have_no_grad(self.masters, True)
+        return tensor_loops.have_no_grad(self.masters)
 
 
 def has_grad(p: Tensor) -> bool:
