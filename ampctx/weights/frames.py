@@ -13,7 +13,7 @@ Call everything under no_grad. No host sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -25,7 +25,7 @@ from ampctx._collectives import is_distributed
 from ampctx.kernels import foreach, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.sharding import place_grads, values_of
-from ampctx.kernels.tensor_loops import all_none, all_there, grad_of, layout_of
+from ampctx.kernels.tensor_loops import all_none, all_there, grad_of
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 
@@ -251,15 +251,8 @@ class Frames:
             return {}
         if self._masters.has_sharded:
             place_grads(params)
-        nested = len(self.frames) > 1
-        if not nested and not base:
-            if factor == 1.0:
-                return {}  # nothing to unscale, to check or to add
-            given = [grad for grad in map(grad_of, params) if grad is not None]
-            if _are_whole(given):
-                if given:
-                    foreach.scale(given, given, found_inf, factor, last)
-                return {}
+        if factor == 1.0 and len(self.frames) == 1 and not base:
+            return {}  # nothing to unscale, to check or to add
         grads: dict[Tensor, Tensor | None] = {}
         arrived, before, unseen = [], [], []
         # By place, because two parameters may hold one gradient.
@@ -285,7 +278,7 @@ class Frames:
             foreach.l2norm(unseen, found_inf)
         if alone and factor != 1.0:
             scaled = list(alone.values())
-            foreach.scale(scaled, scaled, found_inf, factor)
+            foreach.scale(scaled, scaled, found_inf, factor, last)
         return grads
 
     # --- between blocks -----------------------------------------------------------------------------------------------
@@ -393,19 +386,9 @@ def _place_of(t: Tensor) -> Any:
     return (t.data_ptr(), t.numel()) if type(t) is Tensor and t.numel() else id(t)
 
 
-def _are_writable(grads: Sequence[Tensor]) -> bool:
-    """Whether each element has memory of its own (not those of an expanded gradient), with its value there."""
-    return all(t.is_contiguous() or reference.is_dense(t) for t in grads) and tensor_loops.all_resolved(grads)
-
-
-def _are_whole(grads: Sequence[Tensor]) -> bool:
-    """Whether each gradient can be scaled in place, once: two parameters may hold one gradient."""
-    are_writable = set(map(layout_of, grads)) <= {torch.strided} and _are_writable(grads)
-    return are_writable and len(set(map(_place_of, grads))) == len(grads)
-
-
 def _writable(t: Tensor) -> Tensor:
-    return t if _are_writable([t]) else t.clone()
+    """``t``, or a copy if its elements share memory (an expanded gradient), or torch negates them as it reads."""
+    return t if (t.is_contiguous() or reference.is_dense(t)) and tensor_loops.all_resolved([t]) else t.clone()
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:

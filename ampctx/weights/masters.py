@@ -110,9 +110,7 @@ class MasterParams:
 
     def is_current(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        return self._members == _members_of(optimizer) and not (
-            self._frozen and any(p.requires_grad for p in self._frozen)
-        )
+        return self._members == _members_of(optimizer) and not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
     def follow(
