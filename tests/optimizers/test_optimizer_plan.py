@@ -323,6 +323,17 @@ def test_state_that_is_offloaded_frees_its_memory():
     assert [moment() for moment in moments] == [None, None]
 
 
+def test_memory_that_is_gone_between_steps_is_named():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = FusedAdam(params)
+    run(optimizer, 3)
+    optimizer.state[params[1]]["exp_avg"].untyped_storage().resize_(0)
+    before = params[0].clone()
+    with pytest.raises(RuntimeError, match=r"multi_tensor_adam: exp_avgs\[1\] has no memory"):
+        run(optimizer, 1)
+    assert torch.equal(params[0], before)
+
+
 def test_copies_and_pickles_make_calls_of_their_own():
     optimizer = FusedAdam(parameters())
     run(optimizer, 3)
