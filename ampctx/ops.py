@@ -1,14 +1,7 @@
-"""The public name of ``ampctx.kernels.ops`` and ``ampctx.kernels.handles``."""
+"""The public name of ``ampctx.kernels.ops``."""
 
-from ampctx.kernels.handles import (  # noqa: F401
-    HeldTensors,
-    ReadTensors,
-    extension,
-    read,
-    read_along,
-    read_grads,
-)
 from ampctx.kernels.ops import (  # noqa: F401
+    extension,
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_scale,

@@ -24,8 +24,8 @@ With ``max_norm`` (negative by default, for none) the kernel clips: gradients ar
 ``min(max_norm / (grad_norm + 1e-6), 1)``, in fp32 as in torch. ``skips`` are none, or five 0-d fp32 tensors: the loss
 scale after four counts, see ``ampctx.kernels.ops.count_skip``, in which the call counts itself, also if it is skipped.
 
-For lists that many calls share, pass a tensor-list handle (``ampctx.ops.HeldTensors``). Autograd learns that ``params``
-and ``extras`` changed, and gradients if they are written. It does not learn of state, which is in no graph.
+Autograd learns that ``params`` and ``extras`` changed, and gradients if they are written. It does not learn of state,
+which is in no graph.
 """
 
 from ampctx.kernels.steps import adagrad, adam, lamb, larc, lion, muon, novograd, sgd

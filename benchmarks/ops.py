@@ -211,11 +211,10 @@ def weight_casts(inputs: Inputs) -> Op:
     """Weights as a forward at O1 takes them: ampctx leaves them to torch's autocast, which casts each by itself. Beside
     it: one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
     weights, casts, alone, linked = inputs.random(0), inputs.empty(torch.float16), [], []
-    held = ops.HeldTensors(weights), ops.HeldTensors(casts)
     params = [weight.detach().requires_grad_() for weight in weights]
 
     def one_call() -> None:
-        ops.multi_tensor_scale(*held, inputs.flag, 1.0)
+        ops.multi_tensor_scale(weights, casts, inputs.flag, 1.0)
 
     def one_call_and_links() -> None:
         one_call()

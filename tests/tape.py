@@ -20,7 +20,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "profiler" or func is torch.ops.ampctx.hold_tensors.default:  # nothing for a device to do
+        if func.namespace == "profiler":  # nothing for a device to do
             return result
         # Lists are copied: callers may reuse them.
         args = tuple(list(a) if isinstance(a, list) else a for a in args)

@@ -15,7 +15,7 @@ import torch
 
 import ampctx
 from ampctx._errors import ExtensionError
-from ampctx.kernels import cuda_support, definitions, extension, handles
+from ampctx.kernels import cuda_support, definitions, extension, ops
 
 ROOT = Path(__file__).parents[1]
 LOAD = """
@@ -46,15 +46,15 @@ def broken(tmp_path):
 
 
 def test_the_library_serves_the_cpu():
-    assert handles.extension.loaded
-    assert handles.extension.backends[0] == "cpu"
-    build = handles.extension.build
+    assert ops.extension.loaded
+    assert ops.extension.backends[0] == "cpu"
+    build = ops.extension.build
     assert build["simd_used"] in build["simd"]
     assert build["simd"][0] == "baseline"
     assert build["compiler"]
     assert bool(build["cuda"]) == bool(build["cuda_archs"])
     if not torch.version.cuda:
-        assert handles.extension.reason == "this torch was built without CUDA"
+        assert ops.extension.reason == "this torch was built without CUDA"
 
 
 @pytest.mark.parametrize("kind", ["missing", "broken"])
@@ -169,7 +169,7 @@ def import_with_driver(folder, version, required=""):
 def toolkit():
     if torch.version.cuda:
         pytest.skip("this torch looks for the real driver")
-    version = handles.extension.build["cuda"]
+    version = ops.extension.build["cuda"]
     if not version:
         pytest.skip("built without nvcc")
     return version
@@ -324,7 +324,7 @@ def test_a_missing_nvcc_is_an_error_when_asked_for(tmp_path):
     assert "AMPCTX_CUDA=1, but nvcc was not found: tried /nowhere/bin/nvcc. Set CUDA_HOME" in result.stderr
 
 
-@pytest.mark.skipif(not handles.extension.build.get("cuda"), reason="built without nvcc")
+@pytest.mark.skipif(not ops.extension.build.get("cuda"), reason="built without nvcc")
 def test_an_unknown_architecture_is_an_error(tmp_path):
     result = build(tmp_path, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS="75,30")
     assert result.returncode != 0

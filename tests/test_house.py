@@ -125,8 +125,7 @@ def test_no_code_is_made_at_run_time():
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            # The library's loops take the place of those in Python, until plans do without them.
-            assert called != "globals().update" or path.name == "tensor_loops.py", f"{name_of(path)}:{node.lineno}"
+            assert called != "globals().update", f"{name_of(path)}:{node.lineno}"
             # The launcher runs the user's program.
             assert called != "exec" or path.name == "run.py", f"{name_of(path)}:{node.lineno} calls exec"
 

@@ -451,7 +451,7 @@ class AmpSession:
                     # As in apex, optimizers that the block does not name get nothing of its backward.
                     for binding in block.others:
                         if not binding.gradients.frames:  # else a block in this one has delayed its own
-                            clear_grads(binding.masters.params_with_master, False)
+                            clear_grads(binding.masters.params_with_master)
                     for note in block.notes:
                         note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
             for binding in block.bindings:

@@ -149,13 +149,10 @@ class OptimizerBinding:
         if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
-        as_before = is_idle and self.masters.nothing_changed(self._optimizer())
-        if not as_before:
-            self._catch_up(weights_final=True, gradients=is_idle)
+        self._catch_up(weights_final=True, gradients=is_idle)
         self.left_grads.block_begins(self.masters.params_without_master, is_idle)
-        if not as_before:
-            self.masters.check()
-        self.gradients.enter(scale, inv_scale, as_before)
+        self.masters.check()
+        self.gradients.enter(scale, inv_scale)
 
     def abandon(self, depth: int, ending: bool) -> None:
         """Ends a block that raised, see ``Frames.abandon``. Also undoes SAM's ``first_step``: the step that it began

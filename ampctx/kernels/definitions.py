@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,21 +41,6 @@ SCHEMAS = (
     "count_skip(Tensor(a!) counts, Tensor found_inf, Tensor flag, Tensor scale, int slot, bool is_first) -> ()",
     *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
-
-_TENSOR_LIST = re.compile(r"Tensor(\(\w!\))?\[\]")
-
-
-def _handle_overload(schema: str) -> str:
-    """The overload of an op that takes tensor-list handles (numbers) instead of lists."""
-    return re.sub(_TENSOR_LIST, "int", schema.replace("(", ".held(", 1))
-
-
-# These have no fallback: only compiled kernels use handles.
-_COMPILED_SCHEMAS = (
-    "hold_tensors(Tensor[] tensors, int number=0) -> int",
-    *map(_handle_overload, filter(_TENSOR_LIST.search, SCHEMAS)),
-)
-
 
 FALLBACKS = {schema.partition("(")[0]: fallback(schema) for schema in SCHEMAS}
 
@@ -129,6 +113,4 @@ def define(namespace: str, found: Callable[[], Extension] | None = None) -> torc
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _routed(name, found) if found else FALLBACKS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
-    for schema in _COMPILED_SCHEMAS:
-        library.define(schema)
     return library

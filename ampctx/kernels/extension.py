@@ -59,21 +59,6 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # Functions of csrc/python_lists.h. ``new_list`` gives a handle: its number, and an owner that frees the list.
-    new_list: Callable[[], tuple[int, Any]] = lambda: (0, None)
-    use_types: Callable[[list[type]], int] = lambda types: 0
-    # The functions that read return whether they have read the tensors into the handle ``number``.
-    read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
-    read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
-    collect_grads: Callable[[list[Tensor], list[Any]], int] | None = None
-    read_along: Callable[[list[Tensor], list[Any], int, int], int] = lambda params, grads, number, of_params: 0
-    read_entries: Callable[[list[Any], str, list[Tensor], int], int] = lambda dicts, key, found, number: 0
-    are_contiguous: Callable[[int], int] = lambda number: False
-    lie_alike: Callable[[int, int], int] = lambda grads, params: False
-    is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
-    are_apart: Callable[[list[int]], int] = lambda numbers: False
-    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.tensor_loops``.
-    passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -162,63 +147,6 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-# Functions of csrc/python_lists.h and csrc/python_passes.h. Their arguments are objects (o), numbers (n) and flags (f);
-# they return an int, or what a third part says.
-_READERS = (
-    "use_types:o read_tensors:on read_grads:oofn collect_grads:oo read_along:oonn read_entries:ooon are_contiguous:n"
-    " lie_alike:nn is_uniform:nf are_apart:o"
-)
-_PASSES = (
-    "same_items:oo same_members:oo nothing_changed:oonoo same_plan:ooooo are_plain:o are_resolved:o have_no_grad:of"
-    " clear_grads:of bump_each:o held_kinds:n:o write_counts:on:o"
-)
-
-
-def _functions(library: ctypes.CDLL, signatures: str) -> dict[str, Any]:
-    """The functions by name. They hold the GIL."""
-    kinds: dict[str, Any] = {"o": ctypes.py_object, "n": ctypes.c_int64, "f": ctypes.c_int}
-    found = {}
-    for signature in signatures.split():
-        name, arguments, *result = signature.split(":")
-        address = ctypes.c_void_p.in_dll(library, f"ampctx_{name}").value or 0
-        prototype = ctypes.PYFUNCTYPE(kinds[result[0] if result else "f"], *[kinds[kind] for kind in arguments])
-        found[name] = prototype(address)
-    return found
-
-
-def _readers(library: ctypes.CDLL) -> dict[str, Any]:
-    """The functions that own and read lists of tensors. Readers need torch's DLPack exchange."""
-    found = _functions(library, "new_list::o")
-    use_python = _functions(library, "use_python:oo")["use_python"]
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or use_python(exchange, [None, Tensor.grad, Tensor._version]):
-        return found
-    found |= _functions(library, _READERS)
-    found["use_types"]([Tensor, torch.nn.Parameter])
-    _allow_hints(_functions(library, "use_hints:oon")["use_hints"])
-    return found | {"passes": _functions(library, _PASSES)}
-
-
-def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> None:
-    """Shows the library a parameter with a gradient, the addresses of its parts, of a plain tensor, its negation and
-    parameters without a gradient, their dispatch keys, and a version. torch tells them in private attributes, which
-    the library compares with what it finds."""
-    # The variables keep all of them alive until the library has looked.
-    plain, grad = (torch.zeros(1, device="cpu") for _ in range(2))
-    param, *others = (torch.nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(3))
-    param.grad = grad
-    for _ in range(3):
-        plain.zero_()
-    # z.conj().imag is the public way to a negated tensor.
-    negated = torch.zeros(1, dtype=torch.complex64, device="cpu").conj().imag
-    parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others, negated]
-    # Private, as no public name tells the dispatch keys; where they differ, the library reads no lists.
-    keys = [torch._C._dispatch_keys(t).raw_repr() for t in (param, plain, negated)]
-    names = torch._C.DispatchKey.Negative, torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.ZeroTensor
-    unresolved = [torch._C.DispatchKeySet(name).raw_repr() for name in names]
-    use_hints(param, [*(part._cdata for part in parts), *keys, sum(unresolved)], plain._version)
-
-
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:
     if code := library.ampctx_register_cpu(namespace.encode()):
         raise ExtensionError(f"torch refused the CPU kernels (code {code}). Import one copy of ampctx only.")
@@ -271,7 +199,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build, "", **_readers(library))
+        found = Extension(True, ("cpu",), build)
     except ExtensionError as error:
         if required:
             raise

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ampctx.kernels import handles, ops, reference
+from ampctx.kernels import ops, reference
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.sharding import wrote
 
@@ -122,20 +122,14 @@ def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
-def _known(tensors: Sequence[Tensor]) -> handles.ReadTensors | None:
-    """A handle for all tensors, if one op call can take them."""
-    return tensors if isinstance(tensors, handles.ReadTensors) else handles.read(tensors)
-
-
 def scale(
     src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice, last: bool = False
 ) -> None:
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
-    if src is dst and (known := _known(src)) is not None:
-        return _scale_fused(known, known, found_inf, factor, known.device, last)
-    for device, fused, (s, d) in buckets(src, dst):
+    found = buckets(src, dst)
+    for device, fused, (s, d) in found:
         if fused:
-            _scale_fused(s, d, found_inf, factor, device)
+            _scale_fused(s, d, found_inf, factor, device, last and len(found) == 1)
         else:
             reference.multi_tensor_scale(s, d, found_inf.on(device), ops.factor(_factor(factor, device)))
     wrote(dst)
@@ -147,7 +141,7 @@ def _scale_fused(
     found_inf: FoundInf,
     factor: Factor,
     device: torch.device,
-    last: bool = False,
+    last: bool,
 ) -> None:
     flag = found_inf.on(device)
     if isinstance(factor, Clipped):
@@ -211,18 +205,14 @@ def _unscaled_norms(
     tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool, last: bool = False
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     every = range(len(tensors))
-    if (known := _known(tensors)) is not None:
-        flag, factor = found_inf.on(device := known.device), _factor(inv_scale, device)
-        if last and (update := found_inf.take_update()):
-            total, norms, found_inf.norm_again = ops.unscale_l2norm_and_update(known, flag, factor, per_tensor, update)
-        else:
-            total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor)
-        return total, [(every, norms)]
     totals: list[Tensor] = []
     groups: list[tuple[Sequence[int], Tensor]] = []
-    for device, fused, (group, *places) in buckets(tensors, along=[every] if per_tensor else []):
+    found = buckets(tensors, along=[every] if per_tensor else [])
+    for device, fused, (group, *places) in found:
         flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
+        if fused and last and len(found) == 1 and (update := found_inf.take_update()):
+            total, norms, found_inf.norm_again = ops.unscale_l2norm_and_update(group, flag, factor, per_tensor, update)
+        elif fused:
             total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, per_tensor)
         else:
             total, norms = reference.multi_tensor_unscale_l2norm(group, flag, ops.factor(factor), per_tensor)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import tensor_loops
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx.kernels.sharding import local
-from ampctx.kernels.tensor_loops import device_of, dtype_of, is_resolved, layout_of
+from ampctx.kernels.tensor_loops import all_resolved, device_of, dtype_of, layout_of
 
 
 class Bucket(NamedTuple):
@@ -93,7 +92,7 @@ def buckets(
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
-    resolved = all(map(tensor_loops.all_resolved, lists))
+    resolved = all(map(all_resolved, lists))
     common = _common_kind(lists) if resolved else None
     if common is not None and _has_kernel(common, known_dtypes):
         return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]
@@ -103,9 +102,7 @@ def buckets(
     for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
         devices, dtypes, contiguous = kind
         tensors = row[: len(lists)]
-        fused = (
-            has_kernel[kind] and (all(contiguous) or _agree(tensors)) and (resolved or all(map(is_resolved, tensors)))
-        )
+        fused = has_kernel[kind] and (all(contiguous) or _agree(tensors)) and (resolved or all_resolved(tensors))
         key = (devices[0], dtypes, fused)
         if key not in found:
             found[key] = Bucket(devices[0], fused, [[] for _ in every])

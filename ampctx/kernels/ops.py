@@ -15,16 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampctx.kernels import tensor_loops
-from ampctx.kernels.handles import HANDLES, HeldTensors, is_watched, read_each
+from ampctx.kernels.definitions import NAMESPACE, define
+from ampctx.kernels.extension import Extension, load
 
+_library = define(NAMESPACE, lambda: extension)
+extension: Extension = load(NAMESPACE, define)
 _ops = torch.ops.ampctx
+
+
+def is_watched() -> bool:
+    """Whether torch.compile or a TorchDispatchMode must see the tensors of each op call."""
+    # Private; torch has no public test for a TorchDispatchMode.
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def factor(value: float | Tensor) -> Tensor:
@@ -42,21 +50,10 @@ def _number(value: float) -> Tensor:
 _kept_number = lru_cache(maxsize=64)(_number)
 
 
-_NO_LIST: Any = SimpleNamespace(number=0)
-
-
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Otherwise the lists
-    are read where they can be: the dispatcher makes objects of each tensor."""
+    """Calls an op of ``torch.ops.ampctx``."""
     try:
-        known: Sequence[Any] | None
-        if HANDLES.isdisjoint(map(type, lists)):
-            known = read_each(lists) if lists else None
-            if known is None:
-                return op.default(*lists, *others)
-        else:
-            known = [t if type(t) in HANDLES else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
-        return op.held(*[t.number for t in known], *others)
+        return op.default(*lists, *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -73,7 +70,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                tensor_loops.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
+                tensor_loops.bump_versions(tensors)
 
 
 class ScaleUpdate(NamedTuple):

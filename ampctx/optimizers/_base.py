@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._plan import PLANS
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
@@ -36,13 +35,13 @@ from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
-from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
+from ampctx.optimizers._work import Kind, Members, Scaling, Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given
 from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
 # Attributes that exist only around a step, or that a copy creates again.
-TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload")
+TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_numbers", "_offload")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -146,8 +145,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
-        # The op calls of the latest step, kept for the next one.
-        self._plan: Plan | None = None
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
         if self.write_back != "nearest" and self._master_dtypes:
@@ -343,11 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
-        # handles.read_along does not work in graphs, so these always make new lists.
-        kept = None if torch.compiler.is_compiling() else self._plan
-        works = None if kept is None else kept.works(self, scaling)
-        if works is None:
-            self._plan, works = None, self._new_works(scaling)
+        works = self._new_works(scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
         if self._split_step is not None and layerwise.any_split(self.param_groups):
             self._split_step(calls, scaling)
@@ -359,13 +352,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     after(work.members)
         if scaling.unscales:
             _work.finish_unscaling(calls)
-        if PLANS and self._plan is None and _work.can_be_kept(works, self.param_groups):
-            self._plan = Plan(self, works, scaling)
-        if self._plan is not None:
-            self._plan.stepped(self._seen)
-        else:
-            followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-            self._seen.update(zip(followed, map(version_of, followed), strict=True))
+        followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
+        self._seen.update(zip(followed, map(version_of, followed), strict=True))
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
@@ -497,7 +485,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
-        self._seen, self._plan = {}, None
+        self._seen = {}
         for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
             follow(p, self.state.get(p, {}), self._seen)
 
@@ -531,7 +519,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             **clip,
         }
         if scaling.skips is not None:
-            arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
+            arguments["skips"] = scaling.skips.take(device)
         return arguments
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
@@ -639,7 +627,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
         self.__dict__.setdefault("_numbers", {})
-        self.__dict__.update(_seen={}, _plan=None)
+        self._seen = {}
         if (kept := self.__dict__.get("_offload")) is not None:
             kept.forget()
         else:

@@ -128,14 +128,9 @@ class Forms(NamedTuple):
         return self.dtypes.get(CODES_OF.get(key, key))
 
 
-def sized_of(spec: OpSpec, group: Group) -> dict[str, str | None]:
-    """``Forms.sized`` of fp32 state."""
-    return {state.name: state.key if not state.if_set or group[state.if_set] else None for state in spec.sized}
-
-
 def forms_of(spec: OpSpec, group: Group, in_codes: bool) -> Forms:
     """``in_codes``: whether the parameters are large enough for codes."""
-    sized = sized_of(spec, group)
+    sized = {state.name: state.key if not state.if_set or group[state.if_set] else None for state in spec.sized}
     if not is_reduced(group):
         return Forms(sized, {}, {})
     given, lists = group["state_dtype"], dict(sized)

@@ -1,8 +1,4 @@
-"""The op calls of a step: reads what the step is given, makes the calls, and keeps them for the next step.
-
-Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
-checking that the kept ones are still valid takes a few in C (``kernels.tensor_loops``, ``handles.read_along``).
-"""
+"""The op calls of a step: reads what the step is given, and makes the calls."""
 
 from __future__ import annotations
 
@@ -15,23 +11,10 @@ from torch import Tensor
 from ampctx.kernels import reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.handles import (
-    HeldTensors,
-    ReadTensors,
-    are_apart,
-    extension,
-    hold,
-    lie_alike,
-    read_along,
-    read_entries,
-)
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
-from ampctx.kernels.spec import SPECS
-from ampctx.kernels.tensor_loops import version_of
-from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import SkipCounts, Step
@@ -141,7 +124,7 @@ def _numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int], par
 class Work(NamedTuple):
     """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
-    ``lists``: by the names of the op's arguments. ``keys``: for lists of state, the key in the members' state.
+    ``lists``: by the names of the op's arguments.
     """
 
     group: Group
@@ -150,7 +133,6 @@ class Work(NamedTuple):
     fused: bool
     members: list[Tensor]
     lists: dict[str, Any]
-    keys: dict[str, str]
     sharded: bool = False  # whether some members are DTensors
     # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
     numbers: Sequence[int] = ()
@@ -198,8 +180,6 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     destination, is_pending, in_codes = kind
     forms = optimizer._forms(group, in_codes)
     states = optimizer._states(forms, destination, members.params)
-    keys = {name: key for name, key in forms.sized.items() if key is not None}
-    of_other_sizes = {**optimizer._one_element, **forms.scales}
     targets, extra = members.params, []
     if destination == "model":
         extra = [scaling.models[p] for p in targets]
@@ -220,12 +200,10 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         # torch refuses to write a ZeroTensor
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
     compared = {"grads": grads, "params": params, **({"extras": extras} if extras else {})}
-    compared |= {name: [state[key] for state in states] for name, key in keys.items()}
+    compared |= {name: [state[key] for state in states] for name, key in forms.sized.items() if key is not None}
+    of_other_sizes = {**optimizer._one_element, **forms.scales}
     along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
-    keys |= of_other_sizes
-    if destination in EXTRAS:
-        keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
     sharded, made = any_sharded(members.params), optimizer._numbers
     found = buckets(
         *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
@@ -239,15 +217,13 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
             drawn = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)] if sharded else numbers
             random = {"numbers": _numbers_on(made, device, drawn, named["params"])}
             random["stochastic_state"] = bool(forms.dtypes)
-        yield Work(group, kind, device, fused, stepped, named, keys, sharded, drawn, random, relaid)
+        yield Work(group, kind, device, fused, stepped, named, sharded, drawn, random, relaid)
         relaid = ()
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
     """Copies gradients that an earlier parameter shares, so that only one call unscales each. No host sync."""
     is_traced = torch.compiler.is_compiling()  # tensors have no addresses
-    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_pending]):
-        return works
     seen: set[Any] = set()
 
     def once(grad: Tensor) -> Tensor:
@@ -281,142 +257,3 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(write_back)
         reference_steps.run(op, {**work.lists, **arguments, **tensors, **work.random, "write_back": code})
-
-
-# --- kept calls -------------------------------------------------------------------------------------------------------
-
-
-# Elsewhere kept lists would hold the memory of state that a program offloads: each step reads them again.
-_HELD_ON = frozenset({"cpu"})
-
-
-class _KeptCall:
-    """A call of the previous step, without its gradients but with their dtype and strides."""
-
-    def __init__(
-        self, work: Work, state: Mapping[Tensor, Any], pending_masters: Sequence[Tensor], one_element: Mapping[str, str]
-    ) -> None:
-        # Whether the call has all pending gradients, in their order.
-        self.takes_all = tensor_loops.same_items(pending_masters, work.members)
-        self._states = [state[p] for p in work.members]
-        # The lists of state whose tensors are not of the parameters' size.
-        self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
-        self._dtypes = {name: tensors[0].dtype for name, tensors in work.lists.items() if tensors}
-        self._dtype = work.members[0].dtype
-        self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
-        self._holds_state = work.device.type in _HELD_ON
-        lists = {**work.lists, "grads": []}
-        if not self._holds_state:
-            lists.update((name, []) for name in work.keys)
-        self.work = work._replace(lists=lists, relaid=())
-        # Handles of the members and of the call's lists, made when the call is first repeated. None: not made yet.
-        self._held: tuple[HeldTensors | None, dict[str, Any]] | None = None
-
-    def renewed(self, grads: Sequence[Any] | None) -> Work | None:
-        """The call with new gradients, from ``.grad`` if ``grads`` is None. None if the call is no longer valid."""
-        if self._held is None:
-            self._held = self._hold()
-        members, lists = self._held
-        if members is None:
-            return None
-        if isinstance(grads, ReadTensors):
-            read = grads if lie_alike(grads, members) else None
-        else:
-            read = read_along(members, grads)
-        if read is None or read.dtype != self._dtypes["grads"] or members.tensors[0].dtype != self._dtype:
-            return None
-        # Parameters and gradients have one layout now. The state may still have the former one.
-        if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
-            return None
-        state = {} if self._holds_state else self._read_state(members)
-        return None if state is None else self.work._replace(lists={**lists, **state, "grads": read})
-
-    def _hold(self) -> tuple[HeldTensors | None, dict[str, Any]]:
-        """The members and the call's lists as tensor-list handles. No members if some tensor cannot be held."""
-        work = self.work
-        lists = {name: hold(tensors) if tensors else tensors for name, tensors in work.lists.items()}
-        if any(tensors is None for tensors in lists.values()):
-            return None, {}
-        are_params = tensor_loops.same_items(work.lists["params"], work.members)
-        return lists["params"] if are_params else hold(work.members), lists
-
-    def entries(self) -> tuple[list[Any], list[str], list[list[Tensor]]]:
-        """The arguments of ``tensor_loops.same_entries``: the state must hold the same tensors as before. On a GPU each
-        step reads them again."""
-        if not self._holds_state:
-            return [], [], []
-        return self._states, list(self.work.keys.values()), [self.work.lists[name] for name in self.work.keys]
-
-    def _read_state(self, members: HeldTensors) -> dict[str, Any] | None:
-        """The lists of state as they are now. None if they do not go along with the members as before."""
-        state = {name: read_entries(self._states, key) for name, key in self.work.keys.items()}
-        for name, read in state.items():
-            if read is None or read.dtype != self._dtypes[name]:
-                return None
-            if name not in self._of_other_sizes and not lie_alike(read, members):
-                return None
-        return state
-
-
-def can_be_kept(works: Sequence[Work], groups: Sequence[Group]) -> bool:
-    """Whether compiled kernels run all of these calls, outside of graphs. The local parts of DTensors are new at each
-    step, and ranks make their collectives."""
-    if torch.compiler.is_compiling() or any(any_sharded(group["params"]) for group in groups):
-        return False
-    return all(work.fused and extension.serves(work.device.type) for work in works)
-
-
-class Plan:
-    """The calls of one step of ``optimizer``, for the next one. Refers to state, not to gradients."""
-
-    def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
-        groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
-        self._options = self._options_of(optimizer)
-        pending_masters = [] if scaling.pending is None else list(scaling.pending.masters)
-        self._calls = [_KeptCall(work, state, pending_masters, optimizer._one_element) for work in works]
-        members = tensor_loops.members_of(groups)
-        stepped = {p for work in works for p in work.members}
-        idle = [p for params in members for p in params if p not in stepped]
-        # What tensor_loops.same_plan compares.
-        self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
-        self._kept += [list(models), list(models.values()), pending_masters, idle]
-        for call in self._calls:
-            self._kept += call.entries()
-        # 16-bit weights whose masters, remainders or compensations must follow later writes.
-        self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._versions = list(map(version_of, self._followed))
-
-    def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
-        """The calls of a new step, None if something has changed. No host sync."""
-        groups, pending = optimizer.param_groups, scaling.pending
-        masters = [] if pending is None else pending.masters
-        if not tensor_loops.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
-            return None
-        if self._options != self._options_of(optimizer) or self._versions != list(map(version_of, self._followed)):
-            return None
-        found = []
-        for kept in self._calls:
-            grads: Sequence[Any] | None = None
-            if kept.work.kind[1] and pending is not None:
-                grads = pending.values if kept.takes_all else [pending.grads[p] for p in kept.work.members]
-            if (work := kept.renewed(grads)) is None:
-                return None
-            found.append(work)
-        return found
-
-    def stepped(self, seen: dict[Tensor, int]) -> None:
-        """Records, after a step, the versions of the 16-bit weights."""
-        if self._followed:
-            self._versions = list(map(version_of, self._followed))
-            seen.update(zip(self._followed, self._versions, strict=True))
-
-    @staticmethod
-    def _options_of(optimizer: Any) -> list[Any]:
-        """The settings that decide about write backs and state."""
-        groups = optimizer.param_groups
-        # Copies, as a program may change a dict in place.
-        given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
-        forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
-        own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
-        sized = [_state_types.sized_of(SPECS[optimizer._op_of(group)], group) for group in groups]
-        return [*own, *sized, *forms]

@@ -55,7 +55,7 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
     for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
         named = {**empty, **dict(zip([*lists, *along], rows, strict=True))}
-        _work.call(op, Work({}, kind, device, fused, [], named, {}), {"maximize": False, "seed": 0, **numbers})
+        _work.call(op, Work({}, kind, device, fused, [], named), {"maximize": False, "seed": 0, **numbers})
 
 
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
@@ -279,7 +279,7 @@ class _Shards(Layers):
         """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
         work, skips = self.work, self.scaling.skips
         given = {"found_inf": self.found_inf, "lr": _work.on_device(lr, work.device), "seed": self.group["seed"]}
-        counted = () if skips is None else skips.take(work.device, moves)
+        counted = () if skips is None else skips.take(work.device)
         take_step(work, moves, {**given, "skips": counted, **options})
 
 

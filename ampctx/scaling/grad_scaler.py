@@ -22,9 +22,8 @@ from torch.utils.weak import WeakIdRef
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.kernels import foreach, ops
+from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
 from ampctx.scaling import formats
@@ -238,8 +237,7 @@ class GradScaler(torch.amp.GradScaler):
         from ``found_inf``. No host sync. Frameworks override this method, so its arguments and their order must stay.
         """
         parameters = _params(optimizer)
-        found, known = read_grads(parameters)
-        grads: Any = [grad for grad in found if grad is not None]
+        grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             where, p = next(found for found in _with_gradient(optimizer) if found[1].grad.dtype == torch.float16)
             raise AmpValueError(
@@ -249,13 +247,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         start = found_inf if inv_scale is None else found_inf.clone()
         flags = {device: move(start, device) for device in set(map(device_of, grads))}
-        if known is not None and inv_scale is None:
-            (flag,) = flags.values()
-            ops.multi_tensor_unscale_l2norm(known, flag, 1.0, False)  # reads the gradients once; its norm is not needed
-            return flags
-        if known is not None:
-            grads = known  # one op call can take them
-        elif not set(map(layout_of, grads)) <= {torch.strided}:
+        if not set(map(layout_of, grads)) <= {torch.strided}:
             grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
         raised = FoundInf()
         raised.per_device = flags

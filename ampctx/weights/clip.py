@@ -15,7 +15,6 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
 from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
 from ampctx.weights import masters, waiting
@@ -147,19 +146,13 @@ def _clip(
 ) -> Tensor:
     in_graph = torch.compiler.is_compiling()
     pending = pending_in(found) if order == 2.0 else []
-    _, known = read_grads(found) if order == 2.0 and not pending and not in_graph else (None, None)
-    has_all = known is not None and len(known) == len(found)
-    if not (has_all or pending or in_graph) and masters.ALIVE:
+    if not (pending or in_graph) and masters.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
-    grads: Sequence[Tensor]
     touched = _without(pending, found)
-    if known is not None:
-        grads = known
-    else:
-        # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-        grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
+    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
+    grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
     norms = [each.norm() for each in pending]
     if are_sharded:
         norms.append(_norm_over_ranks(touched, order, use_foreach))

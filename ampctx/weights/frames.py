@@ -13,7 +13,7 @@ Call everything under no_grad. No host sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -24,9 +24,8 @@ from torch import Tensor
 from ampctx._collectives import is_distributed
 from ampctx.kernels import foreach, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
-from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
-from ampctx.kernels.tensor_loops import all_there, layout_of
+from ampctx.kernels.tensor_loops import all_none, all_there, grad_of
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 
@@ -101,20 +100,17 @@ class Frames:
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
-    def enter(self, scale: Factor, inv_scale: Factor, have_none: bool = False) -> None:
+    def enter(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect`` first: no
-        parameter with a master may have a gradient. ``have_none``: gradients are idle, and none is there."""
+        parameter with a master may have a gradient."""
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
-        if have_none:
-            self.frames.append(Frame(scale, inv_scale, {}))
-            return
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
-        here = {} if tensor_loops.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
+        here = {p: g for p in leaves if (g := p.grad) is not None}
         if (window := self.window) is None:
             # First, so that abandon() can put them back.
             self.frames.append(Frame(scale, inv_scale, {p: _own(g) for p, g in here.items()}))
-            tensor_loops.clear_grads(list(here), False)
+            tensor_loops.clear_grads(here)
             return
         for p in window.scaled:
             if p.grad is None:  # the program has zeroed it through the model
@@ -160,7 +156,7 @@ class Frames:
                 foreach.axpby(new, totals, totals, found_inf, factor, 1.0, arg_to_check=0)
                 for total in totals:
                     total.__dict__.pop("norm_before_clipping", None)
-            tensor_loops.clear_grads(used, False)
+            tensor_loops.clear_grads(used)
             if nested:  # the sum of scale 1 is the stash of the lowest frame
                 base.update((p, total) for p, total in of_params.items() if total is not None)
                 of_params = {p: frame.stash.get(p) for p in (*self._masters.params_with_master, *of_params)}
@@ -205,21 +201,18 @@ class Frames:
         if not self._masters.pairs:
             return [], [], {}, None
         params, masters = self._masters.params_with_master, self._masters.masters
-        given, are_plain = collect_grads(params)
-        if not (are_plain or all_there(given)):
+        given: list[Any] = list(map(grad_of, params))
+        if not all_there(given):
             there = [grad is not None for grad in given]
             params, given, masters = (list(compress(each, there)) for each in (params, given, masters))
         if not params:
             return [], [], {}, None
         place = self._masters.place
         may_wait = self._masters.takes_pending and not nested and place.pending is None
-        if may_wait and tensor_loops.have_no_grad(masters, True):
-            # Not views into memory that other code may write to before the step.
-            known = hold_grads(given, are_plain)
-            if known is not None or all(map(_fills_its_storage, given)):
-                last, values = not self._masters.params_without_master, given if known is None else known
-                ids = self._masters.master_ids if masters is self._masters.masters else None
-                return params, [], {}, Pending(masters, place, values, factor, found_inf, last, ids)
+        # Not views into memory that other code may write to before the step.
+        if may_wait and tensor_loops.have_no_grad(masters) and all(map(_fills_its_storage, given)):
+            last = not self._masters.params_without_master
+            return params, [], {}, Pending(masters, place, given, factor, found_inf, last)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -258,17 +251,8 @@ class Frames:
             return {}
         if self._masters.has_sharded:
             place_grads(params)
-        nested = len(self.frames) > 1
-        if not nested and not base:
-            if factor == 1.0:
-                return {}  # nothing to unscale, to check or to add
-            found, known = read_grads(params)
-            given: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
-            # Two parameters may hold one gradient.
-            if are_apart([known]) if known is not None else _are_whole(given):
-                if given:
-                    foreach.scale(given, given, found_inf, factor, last)
-                return {}
+        if factor == 1.0 and len(self.frames) == 1 and not base:
+            return {}  # nothing to unscale, to check or to add
         grads: dict[Tensor, Tensor | None] = {}
         arrived, before, unseen = [], [], []
         # By place, because two parameters may hold one gradient.
@@ -286,8 +270,7 @@ class Frames:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
                 else:
-                    has_place = type(total) is Tensor and total.numel() > 0
-                    alone[(total.data_ptr(), total.numel()) if has_place else id(total)] = total
+                    alone[_place_of(total)] = total
             grads[p] = total
         if arrived:
             foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0, arg_to_check=-1 if check_before() else 0)
@@ -295,7 +278,7 @@ class Frames:
             foreach.l2norm(unseen, found_inf)
         if alone and factor != 1.0:
             scaled = list(alone.values())
-            foreach.scale(scaled, scaled, found_inf, factor)
+            foreach.scale(scaled, scaled, found_inf, factor, last)
         return grads
 
     # --- between blocks -----------------------------------------------------------------------------------------------
@@ -304,7 +287,7 @@ class Frames:
         """Whether ``collect`` has anything to do."""
         if self.frames:
             return self.window is not None
-        return bool(self._masters.pairs) and not tensor_loops.have_no_grad(self._masters.params_with_master, False)
+        return not all_none(map(grad_of, self._masters.params_with_master))
 
     def collect(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
@@ -376,7 +359,7 @@ class Frames:
 
     def forget(self) -> None:
         """Drops the stash: the program has zeroed the gradients."""
-        tensor_loops.clear_grads(self._masters.params_with_master, False)
+        tensor_loops.clear_grads(self._masters.params_with_master)
         if self._masters.place.pending is not None:
             self._masters.place.pending.drop()
         self.checked = None
@@ -398,19 +381,14 @@ def _own(t: Tensor) -> Tensor:
     return t if not is_distributed() and _fills_its_storage(t) else t.clone()
 
 
-def _are_whole(grads: Sequence[Tensor]) -> bool:
-    """Whether each gradient can be scaled in place, once."""
-    return (
-        set(map(layout_of, grads)) <= {torch.strided}
-        and all(map(Tensor.is_contiguous, grads))
-        and tensor_loops.all_resolved(grads)
-        and len(set(map(id, grads))) == len(grads)
-    )
+def _place_of(t: Tensor) -> Any:
+    """Equal for two gradients in one memory."""
+    return (t.data_ptr(), t.numel()) if type(t) is Tensor and t.numel() else id(t)
 
 
 def _writable(t: Tensor) -> Tensor:
     """``t``, or a copy if its elements share memory (an expanded gradient), or torch negates them as it reads."""
-    return t if (t.is_contiguous() or reference.is_dense(t)) and tensor_loops.is_resolved(t) else t.clone()
+    return t if (t.is_contiguous() or reference.is_dense(t)) and tensor_loops.all_resolved([t]) else t.clone()
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:

@@ -21,9 +21,8 @@ from ampctx._errors import AmpError
 from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.kernels import foreach, tensor_loops
+from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
-from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
@@ -99,11 +98,10 @@ class MasterParams:
         # In a process group, the versions of weights whose masters a load has set, by id.
         self._loaded: dict[int, int] = {}
         # Identity, version and address of each weight and master when they last agreed.
-        self._agreed = b""
+        self._agreed: list[tuple[int, int, int]] = []
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
-        self._kinds: bytes | None = None
-        self._members: list[list[Tensor]] = []
+        self._members: list[list[int]] = []
         self.follow(optimizer, lambda: taken, originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -112,8 +110,7 @@ class MasterParams:
 
     def is_current(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        alike = tensor_loops.same_members(optimizer.param_groups, self._members)
-        return bool(alike) and not (self._frozen and any(p.requires_grad for p in self._frozen))
+        return self._members == _members_of(optimizer) and not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
     def follow(
@@ -129,7 +126,7 @@ class MasterParams:
         ``drop_grads``: drop earlier gradients of parameters that join, whose scale is unknown.
         """
         self.resync()
-        groups, before = optimizer.param_groups, tensor_loops.members_of(optimizer.param_groups)
+        groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
         left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
         # By the ids of both.
@@ -201,14 +198,11 @@ class MasterParams:
         """What follows from the pairs and the plain parameters. Lists to read only."""
         self.params_with_master = [p for p, _ in self.pairs]
         self.masters = [master for _, master in self.pairs]
-        self.master_ids = list(map(id, self.masters))
         self.model_of = {master: p for p, master in self.pairs}
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
         self._both = [*self.params_with_master, *self.masters]
-        self._held: HeldTensors | None = None
-        self._kinds = None
-        self._members = tensor_loops.members_of(optimizer.param_groups)
+        self._members = _members_of(optimizer)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -269,32 +263,12 @@ class MasterParams:
                     "docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
                 )
 
-    def nothing_changed(self, optimizer: Any) -> bool:
-        """Whether groups, dtypes and devices are as before, and no parameter has a gradient. False if that is not known.
-
-        Not whether somebody has written weights: the step and the next forward look at that."""
-        if self.unsure or self.ahead or self._frozen or not self._kinds or self._held is None:
-            return False
-        groups, number = optimizer.param_groups, self._held.number
-        unchanged = tensor_loops.nothing_changed(groups, self._members, number, self._kinds, self.leaves)
-        return bool(unchanged)
-
-    def _handle(self) -> HeldTensors | None:
-        """A handle for all parameters and masters, those of ``_both`` first. None if the library cannot hold them."""
-        if self._held is None:
-            self._held = hold([*self._both, *self.params_without_master])
-        return self._held
-
     def check(self) -> None:
         """Checks dtypes and devices. No host sync.
 
         Raises:
             AmpError: a weight was converted or moved since it was added.
         """
-        held = self._handle()
-        kinds = None if held is None else tensor_loops.held_kinds(held.number)
-        if kinds is not None and kinds == self._kinds:
-            return
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
         params, masters = self.params_with_master, self.masters
         moved = list(map(Tensor.get_device, params)) != list(map(Tensor.get_device, masters))
@@ -315,7 +289,6 @@ class MasterParams:
                         f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
                         'weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
                     )
-        self._kinds = kinds
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
         """The dtype of the optimizer's state: at least fp32 for the optimizers of ampctx."""
@@ -342,9 +315,9 @@ class MasterParams:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def _counts(self) -> bytes:
-        held = self._handle() if self._held is None else self._held
-        return tensor_loops.counted(self._both, 0 if held is None else held.number)
+    def _counts(self) -> list[tuple[int, int, int]]:
+        both = self._both
+        return list(zip(map(id, both), map(version_of, both), map(Tensor.data_ptr, both), strict=True))
 
     def agree(self) -> None:
         """Notes that the weights are the rounded masters."""
@@ -362,8 +335,8 @@ class MasterParams:
             self.copy_to_model()
         if not self.pairs or ((now := self._counts()) == self._agreed and not self.unsure):
             return
-        former = {i: rest for i, *rest in tensor_loops.counts_in(self._agreed)}
-        written = {i for i, *rest in tensor_loops.counts_in(now) if former.get(i, rest) != rest}
+        former = {i: rest for i, *rest in self._agreed}
+        written = {i for i, *rest in now if former.get(i, rest) != rest}
         rounded = []
         for p, master in self.pairs:
             if id(master) in written and id(p) not in written:
@@ -448,10 +421,14 @@ class MasterParams:
         """Sets ``grad`` of masters to None, pending gradients included."""
         if self.place.pending is not None:
             self.place.pending.drop()
-        if self.pairs and not tensor_loops.have_no_grad(self.masters, True):
-            for master in self.masters:
-                if stored_grad(master) is not None:
-                    master.grad = None
+        for master in self.masters:
+            if stored_grad(master) is not None:
+                master.grad = None
+
+
+def _members_of(optimizer: Any) -> list[list[int]]:
+    """The ids of each group's parameters."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, handles, tensor_loops
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.tensor_loops import stored_grad
 
@@ -74,9 +74,6 @@ class MasterParam(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-handles.extension.use_types([MasterParam])
-
-
 class Pending:
     """The 16-bit gradients of one backward, for ``masters`` of one optimizer.
 
@@ -85,7 +82,6 @@ class Pending:
         values: the gradient of each, not changed; strided, on any mix of devices.
         inv_scale: the factor that unscales them.
         found_inf: set if a gradient holds inf or nan. ``last``: no later call raises it.
-        ids: those of the masters, if they are known.
 
     Reads the gradients once. No host sync.
     """
@@ -98,10 +94,9 @@ class Pending:
         inv_scale: Factor,
         found_inf: FoundInf,
         last: bool = False,
-        ids: list[int] | None = None,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
-        self.ids = list(map(id, masters)) if ids is None else ids
+        self.ids = list(map(id, masters))
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
@@ -170,7 +165,7 @@ class Pending:
 
     def is_alone(self) -> bool:
         """Whether no master has another gradient: autograd writes one past the property."""
-        return bool(tensor_loops.have_no_grad(list(self.masters), True))
+        return tensor_loops.have_no_grad(self.masters)
 
 
 def has_grad(p: Tensor) -> bool:
@@ -202,7 +197,7 @@ def clear_grads(params: list[Tensor]) -> None:
             pending.drop()
         else:
             pending.place.materialize()
-    tensor_loops.clear_grads(params, True)
+    tensor_loops.clear_grads(params)
 
 
 def _pending_of(params: list[Tensor]) -> list[tuple[Pending, bool]]:

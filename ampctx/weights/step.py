@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import handles
 from ampctx.weights.pending import Pending
 
 
@@ -28,18 +27,13 @@ class SkipCounts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.device, self.is_taken = tensors, tensors[0].device, False
         self.found_inf: Tensor | None = None
-        self._held: handles.HeldTensors | None = None
 
-    def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The numbers, once; none on another device. ``along``: another list of the call. No host sync."""
+    def take(self, device: torch.device) -> Sequence[Tensor]:
+        """The numbers, once; none on another device. No host sync."""
         if self.is_taken or device != self.device:
             return ()
         self.is_taken = True
-        if type(along) not in handles.HANDLES:
-            return self.tensors
-        if self._held is None:
-            self._held = handles.hold(self.tensors)
-        return self.tensors if self._held is None else self._held
+        return self.tensors
 
 
 class Step(NamedTuple):

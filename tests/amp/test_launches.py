@@ -14,7 +14,7 @@ from ampctx import clip_grad_norm_
 from ampctx.optimizers import FusedAdam
 
 # Ops that launch nothing: memory, views, casts to the same dtype, checks on the host, and numbers of the host.
-WITHOUT_LAUNCH = {"empty", "empty_like", "reshape", "to", "full", "hold_tensors", "resolve_conj", "resolve_neg"}
+WITHOUT_LAUNCH = {"empty", "empty_like", "reshape", "to", "full", "resolve_conj", "resolve_neg"}
 
 
 def ops_of(call: Callable[[], object]) -> list[str]:

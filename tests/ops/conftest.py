@@ -10,7 +10,7 @@ import emulation_build
 import pytest
 from backends import COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED
 
-from ampctx.kernels import definitions, handles
+from ampctx.kernels import definitions, ops
 
 # Many fibers are slow, and the library takes half a minute to compile: these files alone run with FULL_BLOCKS, and
 # with --full. `make test-ptx` runs blocks of that size too.
@@ -76,7 +76,7 @@ def reference():
 )
 def backend(request, monkeypatch):
     if request.param is COMPILED:
-        assert "cpu" in handles.extension.backends, handles.extension.reason
+        assert "cpu" in ops.extension.backends, ops.extension.reason
     elif request.param is REFERENCE:
         request.getfixturevalue("reference")
     elif request.param.namespace == EMULATED.namespace:

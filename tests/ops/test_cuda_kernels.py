@@ -13,7 +13,7 @@ from backends import EMULATED, PLAIN_OPS, right_call
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import STEP_OPS, make_call
 
-from ampctx.kernels import handles
+from ampctx.kernels import ops
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -400,9 +400,9 @@ def test_the_build_has_the_cuda_kernels():
     """Where nvcc is, the library in use carries CUDA code and PTX of several generations, and imports without a GPU."""
     if os.environ.get("AMPCTX_CUDA") != "1" and not torch.version.cuda:
         pytest.skip("for a torch without CUDA, kernels for CUDA are built with AMPCTX_CUDA=1 alone")
-    assert handles.extension.build["cuda"], "built without nvcc though it is there: rebuild"
-    archs = handles.extension.build["cuda_archs"]
+    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
+    archs = ops.extension.build["cuda_archs"]
     assert archs[-1].startswith("compute_")
     if not os.environ.get("AMPCTX_CUDA_ARCHS"):
         assert {"sm_75", "sm_80", "sm_90", "compute_75"} <= set(archs)
-    assert "cuda" in handles.extension.backends or not torch.version.cuda
+    assert "cuda" in ops.extension.backends or not torch.version.cuda

@@ -20,7 +20,7 @@ from optimizer_calls import (
     on_optimizers,
 )
 
-from ampctx.kernels import definitions, extension
+from ampctx.kernels import definitions, extension, ops
 
 
 def t(*shape, dtype=torch.float32, device="cpu"):
@@ -414,3 +414,19 @@ def test_lists_on_cpu_and_cuda():
         call(cpu, cpu, flags["cpu"], flags["cuda"])
     with pytest.raises(RuntimeError, match="scale has dtype torch.float64, expected float32 on cuda:0"):
         call(cuda, cuda, flags["cuda"], t((), device="cuda", dtype=F64))
+
+
+def test_the_last_of_thousands_is_checked():
+    """More tensors than one thread's share."""
+    tensors = [torch.full((3,), float(i)) for i in range(3000)]
+    ops.multi_tensor_scale(tensors, tensors, torch.zeros(()), 2.0)
+    assert [t[0].item() for t in tensors] == [2.0 * i for i in range(3000)]
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: dst\[2999\] has 2 elements, src\[2999\] has 3"):
+        ops.multi_tensor_scale(tensors, [*tensors[:-1], torch.zeros(2)], torch.zeros(()), 2.0)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: src\[2999\] has dtype torch.float64, src\[0\] has"):
+        ops.multi_tensor_scale([*tensors[:-1], torch.zeros(3).double()], tensors, torch.zeros(()), 2.0)
+    tensors[7].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: src\[7\] has no memory"):
+        ops.multi_tensor_scale(tensors, tensors, torch.zeros(()), 2.0)
+    assert tensors[0][0] == 0
+    assert tensors[2999][0] == 2.0 * 2999

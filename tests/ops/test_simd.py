@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from emulation_build import generate
 
-from ampctx.kernels import handles
+from ampctx.kernels import ops
 
 DIGEST = """
 import hashlib, sys, torch
 sys.path.insert(0, sys.argv[1])
-from ampctx.kernels import handles, ops
+from ampctx.kernels import ops
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
 from optimizer_calls import CODED, LARC, NOVOGRAD, STEP_OPS, make_call, takes
@@ -59,7 +59,7 @@ for inf_norm in (False, True):
     add(*(t for _, t in make_call(COMPILED, NOVOGRAD, [2049, 17, 5], inf_norm=inf_norm).run(COMPILED).tensors()))
 for grad in ALL_FLOATS:
     add(*(t for _, t in make_call(COMPILED, LARC, [2049, 17, 5], grad=grad).run(COMPILED).tensors()))
-print(handles.extension.build["simd_used"], digest.hexdigest())
+print(ops.extension.build["simd_used"], digest.hexdigest())
 """
 
 
@@ -72,7 +72,7 @@ def run(simd, code=DIGEST):
 
 def usable():
     """The instruction sets of this machine: those up to the one in use by default."""
-    built = handles.extension.build["simd"]
+    built = ops.extension.build["simd"]
     default = run("", "from ampctx import ops; print(ops.extension.build['simd_used'])").stdout.strip()
     return built[: built.index(default) + 1]
 

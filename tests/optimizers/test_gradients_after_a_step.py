@@ -16,7 +16,7 @@ from torch import nn
 
 import ampctx
 from ampctx.foreach import FoundInf
-from ampctx.kernels import definitions, handles, steps
+from ampctx.kernels import definitions, steps
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 from ampctx.weights.pending import MasterParam, Pending, Place
 from ampctx.weights.step import Step
@@ -40,8 +40,6 @@ def plain_torch():
 def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(steps, "_ops", request.getfixturevalue("plain_torch"))
-        monkeypatch.setattr(handles.extension, "read_grads", None)
-        monkeypatch.setattr("ampctx.optimizers._base.PLANS", False)
 
 
 def scaled(scaler_type=ampctx.GradScaler, scale=64.0):

@@ -1,4 +1,4 @@
-"""A step asks for the op calls of the step before only while they are still the right ones."""
+"""A step sees what has changed since the step before."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ from torch import nn
 
 from ampctx._errors import AmpError
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _base, _work
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
 from ampctx.weights.step import Step
-
-
-@pytest.fixture(autouse=True, params=["cpu", "gpu"])
-def lists(request, monkeypatch):
-    """Calls keep lists of state on the CPU. On a GPU they read the state again at each step; here too with "gpu"."""
-    if request.param == "gpu":
-        monkeypatch.setattr(_work, "_HELD_ON", frozenset())
-    return request.param
 
 
 def step_in_layout(optimizer, step):
@@ -42,38 +34,38 @@ def step_on(optimizer, step):
     optimizer.step()
 
 
-def same_as_without_plans(make, change=None, step_by=step_on, steps=6):
-    """Steps an optimizer, and one whose steps keep nothing. ``change``: of both, before the fourth step."""
-    kept, anew = make(), make()
+def anew(optimizer):
+    """A copy, which knows nothing of earlier steps but their state."""
+    copied = copy.deepcopy(optimizer)
+    if hasattr(optimizer, "found_inf"):  # of which a copy has none
+        copied.found_inf = optimizer.found_inf
+    return copied
+
+
+def same_as_copies(make, change=None, step_by=step_on, steps=6):
+    """Steps an optimizer, and beside it a new copy for each step. ``change``: of both, before the fourth step."""
+    kept, other = make(), make()
     for step in range(steps):
-        for optimizer in (kept, anew):
+        other = anew(other)
+        for optimizer in (kept, other):
             if step == 3 and change is not None:
                 change(optimizer)
             torch.manual_seed(step)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_base, "PLANS", optimizer is kept)
-                step_by(optimizer, step)
-    assert_same(snapshot(kept), snapshot(anew))
+            step_by(optimizer, step)
+    assert_same(snapshot(kept), snapshot(other))
     return kept
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", BY_NAME)
-def test_calls_are_kept_and_are_the_same(name, mode):
-    plans = []
-
-    def step_by(optimizer, step):
-        step_in_layout(optimizer, step)
-        plans.append(optimizer._plan)
-
-    same_as_without_plans(lambda: make(name, mode), step_by=step_by, steps=4)
-    assert [set(map(id, found)) for found in (plans[1::2], plans[::2])] == [{id(None)}, {id(plans[0])}]
+def test_steps_are_those_of_copies(name, mode):
+    same_as_copies(lambda: make(name, mode), step_by=step_in_layout, steps=4)
 
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_calls_with_codes_are_the_same(capturable):
     options = {"state_dtype": "8bit", "min_8bit_size": 0, "capturable": capturable}
-    assert same_as_without_plans(lambda: FusedAdam(parameters(), **options))._plan is not None
+    same_as_copies(lambda: FusedAdam(parameters(), **options))
 
 
 def freeze(optimizer):
@@ -171,7 +163,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_between_steps_is_seen(change):
-    same_as_without_plans(lambda: BY_NAME["adam"](parameters()), change)
+    same_as_copies(lambda: BY_NAME["adam"](parameters()), change)
 
 
 WITH_GROUPS = {
@@ -228,7 +220,7 @@ def test_what_is_kept_beside_a_weight_follows_it(mode):
         with torch.no_grad():
             params_of(optimizer)[0].fill_(3.0)
 
-    same_as_without_plans(lambda: make("sgd", mode), fill)
+    same_as_copies(lambda: make("sgd", mode), fill)
 
 
 def channels_last(grad):
@@ -247,7 +239,7 @@ def test_gradients_of_another_form_are_seen(form):
         give(params_of(optimizer), [form(g) for g in grads] if step in (2, 4, 5) else grads)
         optimizer.step()
 
-    same_as_without_plans(lambda: BY_NAME["adam"](parameters()), step_by=step_by)
+    same_as_copies(lambda: BY_NAME["adam"](parameters()), step_by=step_by)
 
 
 def test_parameters_that_go_over_to_channels_last_are_seen():
@@ -258,7 +250,7 @@ def test_parameters_that_go_over_to_channels_last_are_seen():
         first.data = first.data.to(memory_format=torch.channels_last)
 
     params = lambda: [nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]  # noqa: E731
-    same_as_without_plans(lambda: BY_NAME["adam"](params()), change)
+    same_as_copies(lambda: BY_NAME["adam"](params()), change)
 
 
 @pytest.mark.parametrize("what", ["sparse", "lr"])
@@ -283,7 +275,7 @@ def test_other_masters_are_seen():
     def change(optimizer):
         optimizer.reduced_precision_dtype = torch.bfloat16
 
-    kept = same_as_without_plans(lambda: BY_NAME["mixed-lamb"](parameters(torch.bfloat16)), change)
+    kept = same_as_copies(lambda: BY_NAME["mixed-lamb"](parameters(torch.bfloat16)), change)
     assert "master_param" in kept.state[params_of(kept)[0]]
 
 
@@ -309,7 +301,7 @@ def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
     optimizer.state[params[0]].pop("exp_avg")
     run(optimizer, 1)
     gc.collect()
-    assert state() is None, "the calls of the former step keep what they no longer need"
+    assert state() is None
     last = weakref.ref(optimizer.state[params[0]]["exp_avg"])
     gc.disable()
     try:
@@ -319,19 +311,27 @@ def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
         gc.enable()
 
 
-@pytest.mark.parametrize("lists", ["gpu"], indirect=True)
 def test_state_that_is_offloaded_frees_its_memory():
     optimizer = BY_NAME["adam"](parameters())
     for step in range(3):
         step_in_layout(optimizer, step)
-    plan, state = optimizer._plan, optimizer.state[params_of(optimizer)[0]]
+    state = optimizer.state[params_of(optimizer)[0]]
     moments = [weakref.ref(state[key]) for key in ("exp_avg", "exp_avg_sq")]
     for key in ("exp_avg", "exp_avg_sq"):
         state[key] = state[key].clone()
     gc.collect()
     assert [moment() for moment in moments] == [None, None]
-    step_in_layout(optimizer, 3)
-    assert optimizer._plan is plan
+
+
+def test_memory_that_is_gone_between_steps_is_named():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = FusedAdam(params)
+    run(optimizer, 3)
+    optimizer.state[params[1]]["exp_avg"].untyped_storage().resize_(0)
+    before = params[0].clone()
+    with pytest.raises(RuntimeError, match=r"multi_tensor_adam: exp_avgs\[1\] has no memory"):
+        run(optimizer, 1)
+    assert torch.equal(params[0], before)
 
 
 def test_copies_and_pickles_make_calls_of_their_own():

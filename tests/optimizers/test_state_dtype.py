@@ -396,7 +396,6 @@ def test_with_a_grad_scaler_as_without():
 def test_numbers_are_made_once():
     optimizer, _ = one()
     (numbers,) = optimizer._numbers.values()
-    optimizer._plan = None
     run(optimizer, 2)
     assert [made is numbers for made in optimizer._numbers.values()] == [True]
     params = parameters(torch.float32, [(64,)] * 8)

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "../../csrc/python_lists.h"
+#include "../../csrc/torch_abi.h"
 #include "../cuda_emulation/emulation.h"
 #include "launch.h"
 
@@ -165,12 +165,8 @@ AOTITorchError __wrap_torch_library_impl(TorchLibraryHandle library, const char*
 
 extern "C" int ampctx_register_emulated(const char* ns);
 
-// As ampctx/kernels/extension.py asks for them. Nothing is read past the dispatcher, so that every tensor is announced.
+// As ampctx/kernels/extension.py asks for them.
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
-extern "C" {
-__attribute__((visibility("default"))) int (*ampctx_use_python)(void*, void*) = [](void*, void*) { return 1; };
-__attribute__((visibility("default"))) PyObject* (*ampctx_new_list)() = &python_lists::new_list;
-}
 AMPCTX_EXPORT const char* ampctx_build_info() {
   return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";
 }

@@ -54,11 +54,6 @@ LEFT_OUT = (
     "tests/test_foreach.py::test_scale_and_axpby_over_a_mix",
     "tests/test_grad_clip.py::test_mixed_dtypes_layouts_and_missing_gradients",
     "tests/test_grad_clip.py::test_norm_and_gradients_are_torchs[dtype1",
-    # About lists that are read past torch's dispatcher: here every tensor goes through it, so that each is known.
-    "tests/optimizers/test_optimizer_plan.py::test_calls_are_kept_and_are_the_same",
-    "tests/optimizers/test_optimizer_plan.py::test_state_that_is_offloaded_frees_its_memory",
-    "tests/optimizers/test_optimizer_plan.py::test_what_is_no_plain_tensor_is_not_held",
-    "tests/optimizers/test_state_dtype.py::test_kept_calls_are_as_new_ones",
     # Averages over a million draws, which the emulation makes, and shares of threads of the CPU.
     "tests/ops/test_state_types.py::test_rounding_is_right_on_average",
     "tests/optimizers/test_state_dtype.py::test_an_average_of_squares_shrinks_in_bf16",

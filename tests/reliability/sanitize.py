@@ -31,9 +31,9 @@ LEFT_OUT = (
 BEYOND_THE_END = """
 import numpy, torch
 import ampctx
-from ampctx.kernels import handles, ops
+from ampctx.kernels import ops
 assert ampctx.__file__.startswith({folder!r}), ampctx.__file__
-assert handles.extension.loaded
+assert ops.extension.loaded
 claims_more = torch.from_numpy(numpy.lib.stride_tricks.as_strided(numpy.ones(90, dtype=numpy.float32), (100,)))
 flag = torch.zeros(())
 ops.multi_tensor_scale([claims_more[:90]], [torch.ones(90)], flag, 2.0)
