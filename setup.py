@@ -199,7 +199,7 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         info += ["-DAMPCTX_CUDA_ARCHS=" + '"' + quoted.replace('"', '\\"') + '"']
     x86 = ["-DAMPCTX_SIMD_X86_64"] if len(SIMD) > 1 else []
 
-    includes = [f"-I{generated}", "-I."]
+    includes = [f"-I{generated}", "-I.", f"-I{sysconfig.get_path('include')}"]
     cxx_flags = [*CXX_FLAGS, *SANITIZE_FLAGS, *includes]
     jobs = []
     for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):

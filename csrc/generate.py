@@ -88,7 +88,6 @@ def _step_ops_header(specs) -> str:
         sized = [_state_list(state) for state in spec.sized]
         parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
         names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
-        names |= {f"held_{name}": f"{op}.held" for name, op in names.items()}
         parts += [f'  static constexpr const char* {name} = "{op}";' for name, op in names.items()]
         parts += [_array("StateList", "states", sized)]
         alone = [f'"{state.name}"' for state in spec.one_element if state.name != "steps"]
@@ -146,7 +145,6 @@ from torch import Tensor
 from ampctx.kernels.ops import call, factor, wrote
 from ampctx.kernels.reference_steps import WRITE_BACKS
 
-_ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
@@ -175,14 +173,14 @@ def _step_call(spec) -> str:
     positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
     numbers, written = [number.name for number in spec.numbers], "grads"
-    op = [f"    op = _ops.{spec.op}"]
+    op = [f'    op = "{spec.op}"']
     if spec.takes_step:
         named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
         named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
         named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
         named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
         numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
-        op = [f"    op = _ops.{spec.unscaling_op} if unscale_grads else _ops.{spec.op}"]
+        op = [f'    op = "{spec.unscaling_op}" if unscale_grads else "{spec.op}"']
         written = "params, extras, *((grads,) if unscale_grads else ())"
     scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
     signature = _fitted(f"def {spec.name}", [*positional, "*", *named], " -> None:")

@@ -8,7 +8,7 @@
 
 #include "cpu/simd.h"
 #include "library_optimizers.h"
-#include "python_passes.h"
+#include "plan.h"
 
 #ifdef __clang__
 #define AMPCTX_COMPILER __VERSION__
@@ -29,9 +29,7 @@ namespace ampctx {
 namespace {
 
 using torch_abi::empty;
-using torch_abi::TensorList;
-using torch_abi::to_scalar;
-using torch_abi::to_tensor_list;
+using torch_abi::Tensor;
 
 #ifdef AMPCTX_CUDA_EMULATION
 constexpr Backend kEmulated = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
@@ -60,12 +58,12 @@ void check_scale_rule(const char* op, const ScaleRule& rule) {
 class UpdateArguments {
  public:
   explicit UpdateArguments(Arguments& in)
-      : scale_(in.tensor()), growth_tracker_(in.tensor()), hysteresis_tracker_(in.tensor()) {}
+      : scale_(in.tensor(true)), growth_tracker_(in.tensor(true)), hysteresis_tracker_(in.tensor(true)) {}
   void take_rule(Arguments& in) {
     rule_ = {in.number(), in.number(), in.integer(), in.integer(), in.number(), in.number()};
   }
 
-  Device device() const { return scale_.is_defined() ? scale_.device() : Device::cpu(); }
+  Device device() const { return scale_.is_defined ? scale_.device : Device::cpu(); }
   ScaleUpdate check(const char* op, const char* scale, const FoundInf& found_inf, const CallDevice& call) const {
     const int32_t int32 = aoti_torch_dtype_int32();
     const ScaleState state = {
@@ -79,7 +77,7 @@ class UpdateArguments {
   }
 
  private:
-  Tensor scale_, growth_tracker_, hysteresis_tracker_;
+  View scale_, growth_tracker_, hysteresis_tracker_;
   ScaleRule rule_{};
 };
 
@@ -96,24 +94,21 @@ std::optional<ScaleUpdate> check_update(const char* op, const std::optional<Upda
   return update->check(op, "loss_scale", found_inf, call);
 }
 
-template <const Backend& backend, bool held, bool updates, bool clips>
-void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
+template <const Backend& backend, bool updates, bool clips>
+void multi_tensor_scale(Arguments& in) {
   constexpr const char* op = updates ? "multi_tensor_scale_and_update"
                              : clips ? "multi_tensor_scale_clipped"
                                      : "multi_tensor_scale";
-  Arguments in(op, stack, held);
-  const ListView src = in.list(), dst = in.list();
-  const Tensor found_inf = in.tensor(), scale = in.tensor();
-  std::optional<Tensor> grad_norm;
-  if (clips) grad_norm.emplace(in.tensor());
+  const ListArgument src{"src", in.list()}, dst{"dst", in.list(true)};
+  const View found_inf = in.tensor(true), scale = in.tensor();
+  std::optional<View> grad_norm;
+  if (clips) grad_norm = in.tensor();
   const double max_norm = clips ? in.number() : -1;
   const std::optional<UpdateArguments> update = update_arguments(in, updates);
-  in.check_held();
 
-  const ListArgument src_argument{"src", src}, dst_argument{"dst", dst, true};
-  const CallDevice call = call_device(src_argument, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {src_argument, dst_argument});
-  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const CallDevice call = call_device(src, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {src, dst});
+  const FoundInf flag = check_found_inf(op, found_inf, call);
   ClippedFactor factor{check_factor(op, "scale", scale, call, backend.has_device_pointers)};
   if (clips) factor = check_clipped(op, factor, "grad_norm", *grad_norm, max_norm, call, backend.has_device_pointers);
   const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
@@ -121,19 +116,16 @@ void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.scale(Scope(backend, call.device).context, lists, flag, factor, checked ? &*checked : nullptr);
 }
 
-template <const Backend& backend, bool held>
-void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
+template <const Backend& backend>
+void multi_tensor_axpby(Arguments& in) {
   constexpr const char* op = "multi_tensor_axpby";
-  Arguments in(op, stack, held);
-  const ListView x = in.list(), y = in.list(), out = in.list();
-  const Tensor found_inf = in.tensor(), a = in.tensor(), b = in.tensor();
+  const ListArgument x{"x", in.list()}, y{"y", in.list()}, out{"out", in.list(true)};
+  const View found_inf = in.tensor(true), a = in.tensor(), b = in.tensor();
   const int64_t arg_to_check = in.integer();
-  in.check_held();
 
-  const ListArgument x_argument{"x", x}, y_argument{"y", y}, out_argument{"out", out, true};
-  const CallDevice call = call_device(x_argument, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {x_argument, y_argument, out_argument});
-  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const CallDevice call = call_device(x, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {x, y, out});
+  const FoundInf flag = check_found_inf(op, found_inf, call);
   const Factor factor_a = check_factor(op, "a", a, call, backend.has_device_pointers);
   const Factor factor_b = check_factor(op, "b", b, call, backend.has_device_pointers);
   if (arg_to_check < -1 || arg_to_check > 1) fail(op, ": arg_to_check is ", arg_to_check, ", expected -1, 0 or 1");
@@ -143,24 +135,21 @@ void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // The norm ops; without inv_scale the factor is 1.
-template <const Backend& backend, bool held, bool has_inv_scale, bool updates>
-void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
+template <const Backend& backend, bool has_inv_scale, bool updates>
+void multi_tensor_l2norm(Arguments& in) {
   constexpr const char* op = updates         ? "multi_tensor_unscale_l2norm_and_update"
                              : has_inv_scale ? "multi_tensor_unscale_l2norm"
                                              : "multi_tensor_l2norm";
-  Arguments in(op, stack, held);
-  const ListView tensors = in.list();
-  const Tensor found_inf = in.tensor();
-  std::optional<Tensor> inv_scale;
-  if (has_inv_scale) inv_scale.emplace(in.tensor());
+  const ListArgument tensors{"tensors", in.list()};
+  const View found_inf = in.tensor(true);
+  std::optional<View> inv_scale;
+  if (has_inv_scale) inv_scale = in.tensor();
   const bool per_tensor = in.flag();
   const std::optional<UpdateArguments> update = update_arguments(in, updates);
-  in.check_held();
 
-  const ListArgument argument{"tensors", tensors};
-  const CallDevice call = call_device(argument, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {argument});
-  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const CallDevice call = call_device(tensors, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {tensors});
+  const FoundInf flag = check_found_inf(op, found_inf, call);
   const Factor factor =
       inv_scale ? check_factor(op, "inv_scale", *inv_scale, call, backend.has_device_pointers) : Factor{};
   const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
@@ -169,194 +158,174 @@ void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.norms_workspace(lists, 1);
-  Tensor norm = empty(nullptr, dtype, call.device), each = empty(&norms, dtype, call.device);
-  std::optional<Tensor> again;
-  if (updates) again.emplace(empty(nullptr, dtype, call.device));
+  void *const norm = in.result(op, nullptr, dtype, call.device), *const each = in.result(op, &norms, dtype, call.device);
+  void* const again = updates ? in.result(op, nullptr, dtype, call.device) : nullptr;
   const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
-  backend.l2norm(scope.context, lists, flag, factor,
-                 {norm.mutable_data(), again ? again->mutable_data() : nullptr, norms ? each.mutable_data() : nullptr,
-                  workspace.mutable_data()},
+  backend.l2norm(scope.context, lists, flag, factor, {norm, again, norms ? each : nullptr, workspace.mutable_data()},
                  checked ? &*checked : nullptr);
-  stack[0] = norm.release();
-  stack[1] = each.release();
-  if (again) stack[2] = again->release();
 }
 
 template <const Backend& backend>
-void update_scale(StableIValue* stack, uint64_t, uint64_t) {
+void update_scale(Arguments& in) {
   constexpr const char* op = "update_scale";
-  Arguments in(op, stack, false);
   UpdateArguments update(in);
-  const Tensor found_inf = in.tensor();
+  const View found_inf = in.tensor();
   update.take_rule(in);
   const CallDevice call = {update.device(), "scale"};
-  const ScaleUpdate checked = update.check(op, "scale", check_found_inf(op, found_inf, call, false), call);
+  const ScaleUpdate checked = update.check(op, "scale", check_found_inf(op, found_inf, call), call);
   backend.update_scale(Scope(backend, call.device).context, checked.state, checked.rule);
 }
 
 template <const Backend& backend>
-void block_factors(StableIValue* stack, uint64_t, uint64_t) {
+void block_factors(Arguments& in) {
   constexpr const char* op = "block_factors";
-  const Tensor scale(stack[0]);
-  const CallDevice call = {scale.is_defined() ? scale.device() : Device::cpu(), "scale"};
-  const auto* from =
-      static_cast<const float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call, false));
-  const Scope scope(backend, call.device);
+  const View scale = in.tensor();
+  const CallDevice call = {scale.is_defined ? scale.device : Device::cpu(), "scale"};
   const int32_t dtype = aoti_torch_dtype_float32();
-  Tensor copy = empty(nullptr, dtype, call.device), inverse = empty(nullptr, dtype, call.device),
-         found_inf = empty(nullptr, dtype, call.device);
-  const auto address = [](Tensor& to) { return static_cast<float*>(to.mutable_data()); };
-  backend.block_factors(scope.context, from, {address(copy), address(inverse), address(found_inf)});
-  stack[0] = copy.release();
-  stack[1] = inverse.release();
-  stack[2] = found_inf.release();
+  const auto* from = static_cast<const float*>(check_state(op, "scale", scale, dtype, call));
+  const Scope scope(backend, call.device);
+  const auto result = [&] { return static_cast<float*>(in.result(op, nullptr, dtype, call.device)); };
+  backend.block_factors(scope.context, from, {result(), result(), result()});
 }
 
 template <const Backend& backend>
-void count_skip(StableIValue* stack, uint64_t, uint64_t) {
+void count_skip(Arguments& in) {
   constexpr const char* op = "count_skip";
-  Arguments in(op, stack, false);
-  const Tensor counts = in.tensor(), found_inf = in.tensor(), flag = in.tensor(), scale = in.tensor();
+  const View counts = in.tensor(true), found_inf = in.tensor(), flag = in.tensor(), scale = in.tensor();
   const int64_t slot = in.integer();
   const bool is_first = in.flag();
-  if (!counts.is_defined()) fail(op, ": counts is None, expected a tensor");
+  if (!counts.is_defined) fail(op, ": counts is None, expected a tensor");
   const int32_t f32 = aoti_torch_dtype_float32();
-  if (counts.dtype() != f32) fail(op, ": counts has dtype ", dtype_name(counts.dtype()), ", expected float32");
-  const int64_t elements = counts.numel();
-  if (slot < 0 || slot >= elements / 2 - 1) fail(op, ": slot is ", slot, ", counts has ", elements, " elements");
-  if (!counts.is_contiguous()) fail(op, ": counts is not contiguous");
-  if (!counts.has_memory(elements, sizeof(float))) fail(op, ": counts ", kNoMemory);
-  const CallDevice call = {counts.device(), "counts"};
-  const FoundInf step = check_found_inf(op, found_inf, call, false), of_loss = check_found_inf(op, flag, call, false);
-  const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call, false));
-  auto* const numbers = static_cast<float*>(counts.mutable_data());
+  if (counts.dtype != f32) fail(op, ": counts has dtype ", dtype_name(counts.dtype), ", expected float32");
+  if (slot < 0 || slot >= counts.numel / 2 - 1) {
+    fail(op, ": slot is ", slot, ", counts has ", counts.numel, " elements");
+  }
+  if (!counts.is_contiguous) fail(op, ": counts is not contiguous");
+  if (!counts.has_memory) fail(op, ": counts ", kNoMemory);
+  const CallDevice call = {counts.device, "counts"};
+  const FoundInf step = check_found_inf(op, found_inf, call), of_loss = check_found_inf(op, flag, call);
+  const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call));
+  auto* const numbers = static_cast<float*>(counts.data);
   float* const of_slot = numbers + 2 + 2 * slot;
   const SkipCounts to{is_first ? numbers : nullptr, numbers + 1, of_slot, of_slot + 1, value};
   backend.count_skip(Scope(backend, call.device).context, to, step, of_loss);
 }
 
-// Stores a list under the given number, or under a new one if that is 0.
-void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
-  TensorList tensors = to_tensor_list(stack[0]);
-  const int64_t given = to_scalar<int64_t>(stack[1]), number = given ? given : known_lists().new_number();
-  known_lists().put(number, std::move(tensors));
-  std::memcpy(&stack[0], &number, sizeof(number));
+struct Op {
+  const char* name;
+  Kernel kernel;                                         // for plans
+  void (*boxed)(StableIValue*, uint64_t, uint64_t);      // for the dispatcher
+};
+
+template <Kernel kernel>
+constexpr Op op_of(const char* name) {
+  return {name, kernel, [](StableIValue* stack, uint64_t, uint64_t) {
+            Arguments in(stack);
+            kernel(in);
+            in.finish();
+          }};
 }
 
+template <const Backend& backend>
+const std::vector<Op>& ops_of() {
+  static const std::vector<Op> ops = {
+      op_of<multi_tensor_scale<backend, false, false>>("multi_tensor_scale"),
+      op_of<multi_tensor_scale<backend, true, false>>("multi_tensor_scale_and_update"),
+      op_of<multi_tensor_scale<backend, false, true>>("multi_tensor_scale_clipped"),
+      op_of<multi_tensor_axpby<backend>>("multi_tensor_axpby"),
+      op_of<multi_tensor_l2norm<backend, false, false>>("multi_tensor_l2norm"),
+      op_of<multi_tensor_l2norm<backend, true, false>>("multi_tensor_unscale_l2norm"),
+      op_of<multi_tensor_l2norm<backend, true, true>>("multi_tensor_unscale_l2norm_and_update"),
+      op_of<update_scale<backend>>("update_scale"),
+      op_of<block_factors<backend>>("block_factors"),
+      op_of<count_skip<backend>>("count_skip"),
+      op_of<multi_tensor_larc<backend>>("multi_tensor_larc"),
+#define AMPCTX_STEP_OP(op, Options, backend)                                                \
+  op_of<step_op<backend, false, Options, &Backend::op>>(StepOp<Options>::name),             \
+      op_of<step_op<backend, true, Options, &Backend::op>>(StepOp<Options>::unscaling_name),
+      AMPCTX_STEP_OPS(AMPCTX_STEP_OP, backend)
+#undef AMPCTX_STEP_OP
+  };
+  return ops;
+}
+
+// Registers the kernels of one backend for the ops of namespace `ns`. Returns 0, or a code for what torch refused.
 template <const Backend& backend>
 int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
   if (aoti_torch_library_init_impl(ns, backend.dispatch_key, "ampctx", 0, &library) != 0) return 1;
-  const std::pair<const char*, void (*)(StableIValue*, uint64_t, uint64_t)> kernels[] = {
-      {"multi_tensor_scale", multi_tensor_scale<backend, false, false, false>},
-      {"multi_tensor_scale.held", multi_tensor_scale<backend, true, false, false>},
-      {"multi_tensor_scale_and_update", multi_tensor_scale<backend, false, true, false>},
-      {"multi_tensor_scale_and_update.held", multi_tensor_scale<backend, true, true, false>},
-      {"multi_tensor_scale_clipped", multi_tensor_scale<backend, false, false, true>},
-      {"multi_tensor_scale_clipped.held", multi_tensor_scale<backend, true, false, true>},
-      {"multi_tensor_axpby", multi_tensor_axpby<backend, false>},
-      {"multi_tensor_axpby.held", multi_tensor_axpby<backend, true>},
-      {"multi_tensor_l2norm", multi_tensor_l2norm<backend, false, false, false>},
-      {"multi_tensor_l2norm.held", multi_tensor_l2norm<backend, true, false, false>},
-      {"multi_tensor_unscale_l2norm", multi_tensor_l2norm<backend, false, true, false>},
-      {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true, false>},
-      {"multi_tensor_unscale_l2norm_and_update", multi_tensor_l2norm<backend, false, true, true>},
-      {"multi_tensor_unscale_l2norm_and_update.held", multi_tensor_l2norm<backend, true, true, true>},
-      {"update_scale", update_scale<backend>},
-      {"block_factors", block_factors<backend>},
-      {"count_skip", count_skip<backend>},
-      {"hold_tensors", hold_tensors},
-      {"multi_tensor_larc", multi_tensor_larc<backend, false>},
-      {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},
-#define AMPCTX_REGISTER(op, Options, backend)                                                  \
-  {StepOp<Options>::name, step_op<backend, false, false, Options, &Backend::op>},              \
-      {StepOp<Options>::held_name, step_op<backend, true, false, Options, &Backend::op>},      \
-      {StepOp<Options>::unscaling_name, step_op<backend, false, true, Options, &Backend::op>}, \
-      {StepOp<Options>::held_unscaling_name, step_op<backend, true, true, Options, &Backend::op>},
-      AMPCTX_STEP_OPS(AMPCTX_REGISTER, backend)
-#undef AMPCTX_REGISTER
-  };
-  for (const auto& [name, kernel] : kernels) {
-    if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;
+  for (const Op& op : ops_of<backend>()) {
+    if (torch_library_impl(library, op.name, op.boxed, torch_abi::kBuildVersion) != 0) return 2;
   }
   return 0;
 }
 
+Kernel find(const std::vector<Op>& ops, const char* name) {
+  for (const Op& op : ops) {
+    if (std::strcmp(op.name, name) == 0) return op.kernel;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Kernel kernel_of(const char* op, int32_t device_type) {
+#ifdef AMPCTX_CUDA_EMULATION
+  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kEmulated>(), op);
+#else
+  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kCpu>(), op);
+#ifdef AMPCTX_WITH_CUDA
+  if (device_type == aoti_torch_device_type_cuda()) return find(ops_of<kCuda>(), op);
+#endif
+#endif
+  return nullptr;
+}
+
+namespace {
+
+int register_for(const char* backend, const char* ns) {
+#ifdef AMPCTX_CUDA_EMULATION
+  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kEmulated>(ns);
+#else
+  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kCpu>(ns);
+#ifdef AMPCTX_WITH_CUDA
+  if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
+  if (std::strcmp(backend, "cuda") == 0) return register_kernels<kCuda>(ns);
+#endif
+#endif
+  return 4;  // built without this backend
+}
+
+// register(backend, namespace): 0, or a code that says why there are no kernels.
+PyObject* register_backend(PyObject*, PyObject* given) {
+  const char *backend, *ns;
+  if (!PyArg_ParseTuple(given, "ss", &backend, &ns)) return nullptr;
+  return PyLong_FromLong(register_for(backend, ns));
+}
+
+PyObject* build_info(PyObject*, PyObject*) {
+#ifdef AMPCTX_CUDA_EMULATION
+  const std::string simd = "], \"simd\": [], \"simd_used\": \"\"}";
+#else
+  const std::string simd = std::string("], \"simd\": [") + cpu::simd_built() + "], \"simd_used\": \"" + cpu::simd_used() + "\"}";
+#endif
+  const std::string info = "{\"compiler\": \"" AMPCTX_COMPILER "\", \"source\": \"" AMPCTX_SOURCE
+                           "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "" + simd;
+  return PyUnicode_FromString(info.c_str());
+}
+
+PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr},
+                           {"build_info", build_info, METH_NOARGS, nullptr},
+                           {"use_python", plan::use_python, METH_VARARGS, nullptr},
+                           {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
+                           {"once", plan::once, METH_VARARGS, nullptr},
+                           {"are_uniform", plan::are_uniform, METH_O, nullptr},
+                           {"marks", plan::marks, METH_O, nullptr},
+                           {"advanced", plan::advanced, METH_O, nullptr},
+                           {}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
 }  // namespace
 }  // namespace ampctx
 
-#define AMPCTX_EXPORT extern "C" __attribute__((visibility("default")))
-
-#ifdef AMPCTX_CUDA_EMULATION
-AMPCTX_EXPORT int ampctx_register_emulated(const char* ns) { return ampctx::register_kernels<ampctx::kEmulated>(ns); }
-#else
-
-// Registers the kernels of one backend for the ops of namespace `ns`. Returns 0, or a code for what torch refused.
-AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx::register_kernels<ampctx::kCpu>(ns); }
-
-#ifdef AMPCTX_WITH_CUDA
-AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
-  if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
-  return ampctx::register_kernels<ampctx::kCuda>(ns);
-}
-#endif
-
-// A function for Python's ctypes, which needs the GIL. bool is int there, and no exception of C++ may leave it.
-template <class T>
-using ForC = std::conditional_t<std::is_same_v<T, bool>, int, T>;
-template <auto function>
-struct Guarded;
-template <class Result, class... Arguments, Result (*function)(Arguments...)>
-struct Guarded<function> {
-  static ForC<Result> call(ForC<Arguments>... arguments) {
-    try {
-      return function(arguments...);
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      if constexpr (std::is_pointer_v<Result>) {
-        return nullptr;
-      } else {
-        return -1;
-      }
-    }
-  }
-};
-
-// Pointers: ampctx/kernels/extension.py knows the types of arguments.
-extern "C" {
-#define AMPCTX_FOR_PYTHON(part, name) \
-  __attribute__((visibility("default"))) auto* ampctx_##name = &Guarded<&ampctx::part::name>::call;
-AMPCTX_FOR_PYTHON(python_lists, use_python)
-AMPCTX_FOR_PYTHON(python_lists, use_hints)
-AMPCTX_FOR_PYTHON(python_lists, use_types)
-AMPCTX_FOR_PYTHON(python_lists, new_list)
-AMPCTX_FOR_PYTHON(python_lists, read_tensors)
-AMPCTX_FOR_PYTHON(python_lists, read_grads)
-AMPCTX_FOR_PYTHON(python_lists, collect_grads)
-AMPCTX_FOR_PYTHON(python_lists, read_along)
-AMPCTX_FOR_PYTHON(python_lists, read_entries)
-AMPCTX_FOR_PYTHON(python_lists, are_contiguous)
-AMPCTX_FOR_PYTHON(python_lists, lie_alike)
-AMPCTX_FOR_PYTHON(python_lists, is_uniform)
-AMPCTX_FOR_PYTHON(python_lists, are_apart)
-AMPCTX_FOR_PYTHON(python_passes, same_items)
-AMPCTX_FOR_PYTHON(python_passes, same_members)
-AMPCTX_FOR_PYTHON(python_passes, nothing_changed)
-AMPCTX_FOR_PYTHON(python_passes, same_plan)
-AMPCTX_FOR_PYTHON(python_passes, are_plain)
-AMPCTX_FOR_PYTHON(python_passes, are_resolved)
-AMPCTX_FOR_PYTHON(python_passes, have_no_grad)
-AMPCTX_FOR_PYTHON(python_passes, clear_grads)
-AMPCTX_FOR_PYTHON(python_passes, bump_each)
-AMPCTX_FOR_PYTHON(python_passes, held_kinds)
-AMPCTX_FOR_PYTHON(python_passes, write_counts)
-}
-
-AMPCTX_EXPORT const char* ampctx_build_info() {
-  static const std::string info =
-      std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"source\": \"" AMPCTX_SOURCE
-                  "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "], \"simd\": [") +
-      ampctx::cpu::simd_built() + "], \"simd_used\": \"" + ampctx::cpu::simd_used() + "\"}";
-  return info.c_str();
-}
-#endif
+PyMODINIT_FUNC PyInit__ops() { return ampctx::plan::make_type() ? PyModule_Create(&ampctx::module) : nullptr; }

@@ -17,9 +17,7 @@ struct StoreArguments {
         write_back(in.integer()),
         seed(in.integer()),
         max_norm(in.number()),
-        stochastic_state(in.flag()) {
-    in.check_held();
-  }
+        stochastic_state(in.flag()) {}
 
   bool maximize;
   int64_t write_back;
@@ -36,17 +34,17 @@ WriteBack check_write_back(const char* op, int64_t write_back) {
 }
 
 // Adds extras to the lists where the write back has them.
-void check_extras(const char* op, const AllowedDTypes& dtypes, const ListView& params, const ListView& extras,
+void check_extras(const char* op, const AllowedDTypes& dtypes, const Views& params, const Views& extras,
                   WriteBack mode, ListChecker& checker) {
   if (!has_extras(mode)) {
     if (extras.empty()) return;
     fail(op, ": extras has ", extras.size(), " tensors, expected none to go with this write_back");
   }
-  const ListArgument argument{"extras", extras, true};
+  const ListArgument argument{"extras", extras};
   checker.check_length(argument);
   checker.add(argument, mode == WriteBack::split ? kRemainderDTypes : dtypes);
   if (params.empty()) return;
-  const int32_t param = params.dtype(0), extra = extras.dtype(0);
+  const int32_t param = params[0].dtype, extra = extras[0].dtype;
   const bool is_bf16 = param == aoti_torch_dtype_bfloat16(), is_f16 = param == aoti_torch_dtype_float16();
   if (mode == WriteBack::split && !is_bf16) {
     fail(op, ": params[0] has dtype ", dtype_name(param), ", expected bfloat16 to go with remainders");
@@ -69,24 +67,15 @@ struct Indexed {
 
 // The one fp32 element of tensor `i` of the list.
 float* check_element(const char* op, const ListArgument& argument, size_t i, const CallDevice& call) {
-  const ListView& tensors = argument.tensors;
   const Indexed name{argument.name, i};
-  if (const Tensor* tensor = tensors.tensor(i)) {
-    return static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
-  }
-  if (tensors.numel(i) != 1 || tensors.dtype(i) != aoti_torch_dtype_float32() || tensors.device(i) != call.device) {
-    fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
-  }
-  return static_cast<float*>(tensors.data(i, true));
+  return static_cast<float*>(check_state(op, name, argument.tensors[i], aoti_torch_dtype_float32(), call));
 }
 
-// The `number`th of the checker's lists of one fp32 element for each tensor.
-PerTensor check_per_tensor(const char* op, const ListArgument& argument, ListChecker& checker, size_t number,
+// Of each tensor of the list.
+PerTensor check_per_tensor(const char* op, const ListArgument& argument, const ListChecker& checker,
                            const CallDevice& call) {
   checker.check_length(argument);
-  PerTensor pointers = std::move(checker.per_tensor[number]);
-  if (checker.are_plain()) return pointers;
-  pointers.resize(argument.tensors.size());
+  PerTensor pointers(argument.tensors.size());
   for (size_t i = 0; i < pointers.size(); ++i) pointers[i] = check_element(op, argument, i, call);
   return pointers;
 }
@@ -102,9 +91,9 @@ SkipCounts check_skips(const char* op, const ListArgument& skips, const CallDevi
 }
 
 // The scales of codes, for the tensors that have elements.
-std::vector<void*> check_scales(const char* op, const ListArgument& argument, const ListView& grads,
+std::vector<void*> check_scales(const char* op, const ListArgument& argument, const Views& grads,
                                 const CallDevice& call) {
-  const ListView& scales = argument.tensors;
+  const Views& scales = argument.tensors;
   if (scales.size() != grads.size()) {
     fail(op, ": ", argument.name, " has ", scales.size(), " tensors, grads has ", grads.size());
   }
@@ -112,40 +101,38 @@ std::vector<void*> check_scales(const char* op, const ListArgument& argument, co
   pointers.reserve(scales.size());
   for (size_t i = 0; i < scales.size(); ++i) {
     const auto refuse = [&](const auto&... why) { fail(op, ": ", argument.name, "[", i, "] ", why...); };
-    if (!scales.is_strided(i)) refuse("is not a strided tensor");
-    if (scales.dtype(i) != aoti_torch_dtype_float32()) {
-      refuse("has dtype ", dtype_name(scales.dtype(i)), ", expected float32");
+    const View& view = scales[i];
+    if (!view.is_strided) refuse("is not a strided tensor");
+    if (view.dtype != aoti_torch_dtype_float32()) refuse("has dtype ", dtype_name(view.dtype), ", expected float32");
+    if (view.device != call.device) {
+      refuse("is on ", view.device.name(), ", ", call.decided_by, " is on ", call.device.name());
     }
-    if (const Device device = scales.device(i); device != call.device) {
-      refuse("is on ", device.name(), ", ", call.decided_by, " is on ", call.device.name());
+    if (const int64_t expected = code_blocks(grads[i].numel); view.numel != expected) {
+      refuse("has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of grads[", i, "]");
     }
-    const int64_t elements = scales.numel(i), expected = code_blocks(grads.numel(i));
-    if (elements != expected) {
-      refuse("has ", elements, " elements, expected ", expected, ": one for each ", kCodeBlock, " of grads[", i, "]");
-    }
-    if (!scales.is_contiguous(i)) refuse("is not contiguous");
-    if (elements == 0) continue;
-    if (!scales.has_memory(i, elements, sizeof(float))) refuse(kNoMemory);
-    pointers.push_back(scales.data(i, true));
+    if (!view.is_contiguous) refuse("is not contiguous");
+    if (view.numel == 0) continue;
+    if (!view.has_memory) refuse(kNoMemory);
+    pointers.push_back(view.data);
   }
   return pointers;
 }
 
 // What goes with codes, and with states that are rounded at random. `given`: the lists of states, in their order.
 template <size_t count>
-void check_state_types(const char* op, const std::array<StateList, count>& states, const std::vector<ListView>& given,
-                       const std::vector<ListArgument>& scales, const ListView& grads, const CallDevice& call,
+void check_state_types(const char* op, const std::array<StateList, count>& states, const std::vector<const Views*>& given,
+                       const std::vector<ListArgument>& scales, const Views& grads, const CallDevice& call,
                        StepCall& step) {
   const char *coded = nullptr, *uncoded = nullptr;
   size_t place = 0;
   for (size_t i = 0; i < count; ++i) {
     if (states[i].code == DType::f32) {
-      if (!given[i].empty()) uncoded = states[i].name;
+      if (!given[i]->empty()) uncoded = states[i].name;
       continue;
     }
     const ListArgument& argument = scales[place];
     DType dtype;
-    if (!given[i].empty() && to_dtype(given[i].dtype(0), dtype) && dtype == states[i].code) {
+    if (!given[i]->empty() && to_dtype((*given[i])[0].dtype, dtype) && dtype == states[i].code) {
       step.scales[place] = check_scales(op, argument, grads, call);
       if (!coded) coded = states[i].name;
     } else if (!argument.tensors.empty()) {
@@ -161,33 +148,31 @@ void check_state_types(const char* op, const std::array<StateList, count>& state
 }
 
 // Null for none.
-const int64_t* check_numbers(const char* op, const Tensor& numbers, const TensorLists& lists, const CallDevice& call) {
-  if (!numbers.is_defined()) fail(op, ": numbers is None, expected a tensor");
-  if (numbers.dtype() != aoti_torch_dtype_int64()) {
-    fail(op, ": numbers has dtype ", dtype_name(numbers.dtype()), ", expected int64");
+const int64_t* check_numbers(const char* op, const View& numbers, const TensorLists& lists, const CallDevice& call) {
+  if (!numbers.is_defined) fail(op, ": numbers is None, expected a tensor");
+  if (numbers.dtype != aoti_torch_dtype_int64()) {
+    fail(op, ": numbers has dtype ", dtype_name(numbers.dtype), ", expected int64");
   }
-  const int64_t elements = numbers.numel();
+  const int64_t elements = numbers.numel;
   if (elements == 0) return nullptr;
   if (elements != lists.size()) {
     fail(op, ": numbers has ", elements, " elements, expected none or ", lists.size(),
          ": one for each tensor with elements");
   }
   check_device(op, "numbers", numbers, call);
-  if (!numbers.is_contiguous()) fail(op, ": numbers is not contiguous");
-  if (!numbers.has_memory(elements, sizeof(int64_t))) fail(op, ": numbers ", kNoMemory);
-  return static_cast<const int64_t*>(numbers.data());
+  if (!numbers.is_contiguous) fail(op, ": numbers is not contiguous");
+  if (!numbers.has_memory) fail(op, ": numbers ", kNoMemory);
+  return static_cast<const int64_t*>(numbers.data);
 }
 
 // Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `codes`: of each, the one
 // that may hold it, f32 for none; `one_element`: lists of the op itself and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
                     const std::vector<ListArgument>& elementwise, const std::vector<DType>& codes,
-                    const ListView& extras, const std::vector<ListArgument>& one_element, const ListArgument& skips,
-                    const Tensor& found_inf, const Tensor& inv_scale, const Tensor& grad_norm, const Tensor& lr,
+                    const Views& extras, const std::vector<ListArgument>& one_element, const ListArgument& skips,
+                    const View& found_inf, const View& inv_scale, const View& grad_norm, const View& lr,
                     const StoreArguments& store) {
-  std::vector<ListArgument> alike = elementwise;
-  if (!extras.empty()) alike.push_back({"extras", extras, true});
-  ListChecker checker(op, call, alike, one_element);
+  ListChecker checker(op, call, elementwise[0]);
   for (const ListArgument& argument : elementwise) checker.check_length(argument);
   for (size_t i = 0; i < elementwise.size(); ++i) {
     checker.add(elementwise[i], codes[i] == DType::f32 ? backend.dtypes : or_codes(backend.dtypes, codes[i]));
@@ -196,13 +181,13 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   step.write_back = check_write_back(op, store.write_back);
   check_extras(op, backend.dtypes, elementwise[1].tensors, extras, step.write_back, checker);
   const size_t steps = one_element.size() - 1;
-  step.steps = check_per_tensor(op, one_element[steps], checker, steps, call);
-  step.found_inf = check_found_inf(op, found_inf, call, false);
+  step.steps = check_per_tensor(op, one_element[steps], checker, call);
+  step.found_inf = check_found_inf(op, found_inf, call);
   const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
   step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
   step.inv_scale = check_clipped(op, factor, "grad_norm", grad_norm, store.max_norm, call, backend.has_device_pointers);
   for (size_t i = 0; i < steps; ++i) {
-    step.one_element.push_back(check_per_tensor(op, one_element[i], checker, i, call));
+    step.one_element.push_back(check_per_tensor(op, one_element[i], checker, call));
   }
   step.skips = check_skips(op, skips, call);
   step.lists = std::move(checker.lists);
@@ -234,33 +219,33 @@ void run_step(const Backend& backend, const CallDevice& call, StepCall& step, in
 }
 
 // Both ops of a step. `unscales`: the one that writes the gradients, too.
-template <const Backend& backend, bool held, bool unscales, class Options, auto kernel>
-void step_op(StableIValue* stack, uint64_t, uint64_t) {
+template <const Backend& backend, bool unscales, class Options, auto kernel>
+void step_op(Arguments& in) {
   using Op = StepOp<Options>;
   constexpr const char* name = unscales ? Op::unscaling_name : Op::name;
-  Arguments in(name, stack, held);
-  std::vector<ListArgument> elementwise = {{"grads", in.list(), unscales}, {"params", in.list(), true}}, one_element;
+  std::vector<ListArgument> elementwise, one_element, scales;
+  elementwise.push_back({"grads", in.list(unscales)});
+  elementwise.push_back({"params", in.list(true)});
   std::vector<DType> codes(elementwise.size(), DType::f32);
-  std::vector<ListView> states;
+  std::vector<const Views*> states;
   for (const StateList& state : Op::states) {
-    const ListArgument argument{state.name, in.list(), true};
-    states.push_back(argument.tensors);
-    if (state.is_optional && argument.tensors.empty()) continue;
-    elementwise.push_back(argument);
+    const Views& views = in.list(true);
+    states.push_back(&views);
+    if (state.is_optional && views.empty()) continue;
+    elementwise.push_back({state.name, views});
     codes.push_back(state.code);
   }
-  const ListView extras = in.list();
-  for (const char* list : Op::one_element) one_element.push_back({list, in.list(), true});
-  one_element.push_back({"steps", in.list(), true});
-  std::vector<ListArgument> scales;
+  const Views& extras = in.list(true);
+  for (const char* list : Op::one_element) one_element.push_back({list, in.list(true)});
+  one_element.push_back({"steps", in.list(true)});
   for (const StateList& state : Op::states) {
-    if (state.code != DType::f32) scales.push_back({state.scales, in.list(), true});
+    if (state.code != DType::f32) scales.push_back({state.scales, in.list(true)});
   }
-  const ListArgument skips{"skips", in.list(), true};
-  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
-  std::vector<Tensor> factors;
+  const ListArgument skips{"skips", in.list(true)};
+  const View found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  std::vector<View> factors;
   for (size_t i = 0; i < Op::factors.size(); ++i) factors.push_back(in.tensor());
-  const Tensor grad_norm = in.tensor(), numbers = in.tensor();
+  const View grad_norm = in.tensor(), numbers = in.tensor();
   const Options options = Options::taken(in);
   const StoreArguments store(in);
 
@@ -279,26 +264,23 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   run_step(backend, call, step, norms_for(options), backend.*kernel, options);
 }
 
-template <const Backend& backend, bool held>
-void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
+template <const Backend& backend>
+void multi_tensor_larc(Arguments& in) {
   constexpr const char* op = "multi_tensor_larc";
-  Arguments in(op, stack, held);
-  const ListView grads = in.list(), params = in.list();
-  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  const ListArgument grads{"grads", in.list(true)}, params{"params", in.list()};
+  const View found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   const LarcOptions options = LarcOptions::taken(in);
-  in.check_held();
 
-  const ListArgument first{"grads", grads, true};
-  const CallDevice call = call_device(first, found_inf);
+  const CallDevice call = call_device(grads, found_inf);
   OptimizerCall larc;
-  larc.lists = check_lists(op, backend.dtypes, call, {first, {"params", params}});
-  larc.found_inf = check_found_inf(op, found_inf, call, false);
+  larc.lists = check_lists(op, backend.dtypes, call, {grads, params});
+  larc.found_inf = check_found_inf(op, found_inf, call);
   larc.inv_scale = {check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers)};
   larc.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
   if (larc.lists.size() == 0) return;
   const Scope scope(backend, call.device);
   const int64_t bytes = backend.norms_workspace(larc.lists, 2);
-  const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
+  const torch_abi::Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
   larc.norms = workspace.mutable_data();
   backend.larc(scope.context, larc, options);
 }

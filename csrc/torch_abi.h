@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "error.h"
-#include "prefetch.h"
 
 using AOTITorchError = int32_t;
 using StableIValue = uint64_t;
@@ -71,6 +70,11 @@ AOTITorchError aoti_torch_create_device_guard(int32_t device_index, DeviceGuardH
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 // Null in a torch without CUDA.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+// A range of torch's profiler. Null in a torch without them.
+struct AtenRecordFunctionOpaque;
+__attribute__((weak)) AOTITorchError aoti_record_function_start(const char* name, void* kwargs, const void* inputs,
+                                                                uint64_t count, AtenRecordFunctionOpaque** range);
+__attribute__((weak)) AOTITorchError aoti_record_function_end(AtenRecordFunctionOpaque* range);
 // Null before torch 2.13. The message of the latest exception in this thread.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
@@ -135,13 +139,6 @@ inline std::string dtype_name(int32_t dtype) {
   return "number " + std::to_string(dtype);
 }
 
-// Where the elements of a tensor lie. The arrays are the tensor's.
-struct Layout {
-  int64_t dim;
-  const int64_t* sizes;
-  const int64_t* strides;
-};
-
 // A tensor owned by this object. A boxed kernel owns its arguments and the elements that it takes out of a list.
 class Tensor {
  public:
@@ -155,7 +152,7 @@ class Tensor {
     if (handle_) aoti_torch_delete_tensor_object(handle_);
   }
 
-  AMPCTX_GETTER(bool, is_defined, aoti_torch_is_defined)  // not where None stands for a tensor
+  AMPCTX_GETTER(bool, is_defined, aoti_torch_is_defined)
   AMPCTX_GETTER(int32_t, layout, aoti_torch_get_layout)
   AMPCTX_GETTER(int32_t, dtype, aoti_torch_get_dtype)
   AMPCTX_GETTER(int32_t, device_type, aoti_torch_get_device_type)
@@ -172,23 +169,12 @@ class Tensor {
 
   bool is_strided() const { return layout() == aoti_torch_layout_strided(); }
   Device device() const { return {device_type(), device_index()}; }
-  Layout layout_in_memory() const { return {dim(), sizes(), strides()}; }
 
   // Whether a dense tensor lies within its storage. Somebody may have freed that (FSDP does between uses of a
   // parameter) or made it smaller under a view; the address is then null, or null and an offset, or one behind the end.
   bool has_memory(int64_t elements, int64_t element_bytes) const {
     return (storage_offset() + elements) * element_bytes <= storage_bytes();
   }
-
-  // Whether its values are those in its memory. The dispatcher hands over only such; a program may set `.data` later.
-  bool is_resolved() const {
-    return !prefetch::is_known_layout() || prefetch::is_resolved(prefetch::pointer_at(handle_, 0));
-  }
-
-  // Hints for a look at this tensor, in three stages: each reads what the one before has brought.
-  AMPCTX_HINT void prefetch_handle() const { prefetch::at(handle_, 0); }
-  AMPCTX_HINT void prefetch() const { prefetch::tensor(prefetch::pointer_at(handle_, 0)); }
-  AMPCTX_HINT void prefetch_storage() const { prefetch::storage(prefetch::pointer_at(handle_, 0)); }
 
   // Hands the tensor to the caller of a boxed kernel.
   StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }
@@ -268,6 +254,22 @@ inline void* current_cuda_stream(int32_t device_index) {
   AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_index, &stream);
   return stream;
 }
+
+// Shows a call to torch's profiler, as torch's dispatcher does.
+class Shown {
+ public:
+  explicit Shown(const char* name) {
+    if (aoti_record_function_start && aoti_record_function_start(name, nullptr, nullptr, 0, &range_) != 0) range_ = nullptr;
+  }
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
+  ~Shown() {
+    if (range_) aoti_record_function_end(range_);
+  }
+
+ private:
+  AtenRecordFunctionOpaque* range_ = nullptr;
+};
 
 // torch's own thread pool. The body must not throw.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void* argument) {

@@ -174,9 +174,9 @@ class OptimizerBinding:
         """Takes over what happened outside blocks: changed groups, written weights, plain backwards. No host sync."""
         self._catch_up(weights_final=False)  # a broadcast of weights may come before the first block
 
-    def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
+    def _catch_up(self, weights_final: bool, gradients: bool = True, before_step: bool = False) -> None:
         self.follow_groups()
-        self.masters.resync()
+        self.masters.resync(before_step)
         if self.masters.unsure:
             self.masters.take_broadcast(self._optimizer(), weights_final)
         if gradients and self.gradients.may_have_outside_grads():
@@ -235,7 +235,7 @@ class OptimizerBinding:
         """
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
-        self._catch_up(weights_final=True)
+        self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
@@ -334,7 +334,7 @@ class OptimizerBinding:
             self.masters.copy_to_model()
             raise
         if writes_model:
-            self.masters.agree()
+            self.masters.agree(by_step=True)
         else:
             self.masters.copy_to_model()
         return result

@@ -1,7 +1,7 @@
 """Loads the compiled ops once, and says which backends have kernels and why others have none.
 
-The library calls torch through torch's C shim (csrc/torch_abi.h), so one file fits every Python and torch version.
-ctypes opens it after torch; an explicit call registers its kernels and returns an error code.
+The library is a module of Python's stable ABI, and calls torch through torch's C shim (csrc/torch_abi.h): one file fits
+every Python and torch version. An explicit call registers its kernels and returns an error code.
 
 CUDA kernels are registered at the first CUDA tensor (``LateKernels``). Whether they run depends on the GPUs, and asking
 for these initializes CUDA. An import must not do that, because the process could not fork afterwards.
@@ -9,7 +9,6 @@ for these initializes CUDA. An import must not do that, because the process coul
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -17,20 +16,28 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ampctx._errors import ExtensionError
+from ampctx._plan import PLANS
 from ampctx.kernels.cuda_support import driver_version, why_not
 
 LIBRARY = Path(__file__).parent.with_name("_ops.so")
 BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for the CUDA kernels)"
 if sys.platform != "linux":
     BUILD_HINT = "the compiled kernels are for Linux"
+
+
+# Those that plans read; none has a `grad` that torch does not store.
+PLAIN_TYPES: list[type] = [Tensor, torch.nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    # The module; None if it is not there.
+    library: Any = None
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -136,27 +145,34 @@ def _hint(path: Path) -> str:
     return BUILD_HINT
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def _open(path: Path) -> Any:
     if not path.exists():
         raise ExtensionError(f"{path} does not exist: {_hint(path)}")
+    spec = spec_from_file_location("ampctx._ops", path)
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
+        library = module_from_spec(spec)  # type: ignore[arg-type]
+    except ImportError as error:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
-    library.ampctx_build_info.restype = ctypes.c_char_p
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if PLANS and exchange is not None:
+        # Private name. torch has no public way to see a write without reading the tensor.
+        version: Any = Tensor._version
+        library.use_python(exchange, Tensor.grad, version, increment_version, Tensor.is_neg, PLAIN_TYPES)
     return library
 
 
-def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:
-    if code := library.ampctx_register_cpu(namespace.encode()):
-        raise ExtensionError(f"torch refused the CPU kernels (code {code}). Import one copy of ampctx only.")
+def _register(library: Any, backend: str, namespace: str) -> None:
+    if code := library.register(backend, namespace):
+        raise ExtensionError(
+            f"torch refused the {backend.upper()} kernels (code {code}). Import one copy of ampctx only."
+        )
 
 
-def _why_no_cuda(library: ctypes.CDLL, build: dict[str, Any]) -> str:
+def _why_no_cuda(build: dict[str, Any]) -> str:
     """Why the CUDA kernels cannot run, as far as that is known without asking the GPUs; "" if nothing is."""
     if not torch.version.cuda:
         return "this torch was built without CUDA"
-    if not hasattr(library, "ampctx_register_cuda"):
+    if not build["cuda"]:
         return "built without nvcc: install the CUDA toolkit and rebuild with AMPCTX_CUDA=1"
     return why_not(driver_version(), _toolkit(build), build["cuda_archs"], None)
 
@@ -167,17 +183,14 @@ def _toolkit(build: dict[str, Any]) -> tuple[int, int]:
 
 
 def _late_cuda(
-    library: ctypes.CDLL, build: dict[str, Any], namespace: str, define: Callable[[str], Any], required: str
+    library: Any, build: dict[str, Any], namespace: str, define: Callable[[str], Any], required: str
 ) -> LateKernels:
     def problems() -> dict[torch.device, str]:
         driver, toolkit, archs = driver_version(), _toolkit(build), build["cuda_archs"]
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         return {gpu: why_not(driver, toolkit, archs, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
 
-    def register(name: str) -> None:
-        if code := library.ampctx_register_cuda(name.encode()):
-            raise ExtensionError(f"torch refused the CUDA kernels (code {code}). Import one copy of ampctx only.")
-
+    register = partial(_register, library, "cuda")
     return LateKernels(namespace, "cuda", problems, register, define, required)
 
 
@@ -197,15 +210,15 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
     required = _required()
     try:
         library = _open(path)
-        _register_cpu(library, namespace)
-        build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build)
+        _register(library, "cpu", namespace)
+        build = json.loads(library.build_info())
+        found = Extension(True, ("cpu",), build, "", library)
     except ExtensionError as error:
         if required:
             raise
         _warn("", str(error))
         return Extension(False, reason=str(error))
-    found.reason = _why_no_cuda(library, build)
+    found.reason = _why_no_cuda(build)
     if not found.reason:
         found.backends += ("cuda",)
         found.late = _late_cuda(library, build, namespace, define, required)

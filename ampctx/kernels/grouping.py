@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx.kernels.ops import are_uniform
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx.kernels.sharding import local
 from ampctx.kernels.tensor_loops import all_resolved, device_of, dtype_of, layout_of
@@ -92,6 +93,10 @@ def buckets(
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
+    if are_uniform(lists):
+        first = lists[0][0]
+        if _has_kernel(((first.device,), tuple(tensors[0].dtype for tensors in lists), ()), known_dtypes):
+            return [Bucket(first.device, True, [list(tensors) for tensors in every])]
     resolved = all(map(all_resolved, lists))
     common = _common_kind(lists) if resolved else None
     if common is not None and _has_kernel(common, known_dtypes):

@@ -13,13 +13,16 @@ or on the CPU. Arithmetic is fp32 (fp64 if any tensor is), rounded on the store 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampctx._plan import PLANS
 from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
@@ -30,7 +33,7 @@ _ops = torch.ops.ampctx
 
 
 def is_watched() -> bool:
-    """Whether torch.compile or a TorchDispatchMode must see the tensors of each op call."""
+    """Whether torch.compile or a TorchDispatchMode must see each op call."""
     # Private; torch has no public test for a TorchDispatchMode.
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -50,10 +53,64 @@ def _number(value: float) -> Tensor:
 _kept_number = lru_cache(maxsize=64)(_number)
 
 
-def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``."""
+class Call(NamedTuple):
+    """One call of an op: its name, its lists, and its other arguments."""
+
+    op: str
+    lists: Sequence[Sequence[Tensor]]
+    others: tuple[Any, ...]
+
+
+class _Calls(threading.local):
+    """The calls that are being noted in this thread, and whether they are also made."""
+
+    noted: list[Call] | None = None
+    are_made = True
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def noted(make: bool = True) -> Iterator[list[Call]]:
+    """Notes the calls of ops in this thread, for plans. ``make``: make them, too."""
+    if torch.compiler.is_compiling():  # no plan is made in a graph
+        yield []
+        return
+    former = _calls.noted, _calls.are_made
+    _calls.noted, _calls.are_made = [], make
     try:
-        return op.default(*lists, *others)
+        yield _calls.noted
+    finally:
+        _calls.noted, _calls.are_made = former
+
+
+def is_direct(device_type: str) -> bool:
+    """Whether ops on plain tensors of such devices need not go through torch's dispatcher, which costs more than the
+    kernel of a small tensor."""
+    return PLANS and extension.library is not None and not is_watched() and extension.serves(device_type)
+
+
+def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
+    """Whether they are plain contiguous tensors, of one device and for each list of one dtype, and agree in size. False
+    where that is not known."""
+    if not lists[0] or not is_direct(lists[0][0].device.type):
+        return False
+    return bool(extension.library.are_uniform(lists))
+
+
+def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any, results: Any = None) -> Any:
+    """Calls an op of ``torch.ops.ampctx``. ``results``: makes the tensors that its results may go into."""
+    if not torch.compiler.is_compiling() and _calls.noted is not None:
+        _calls.noted.append(Call(name, lists, others))
+        if not _calls.are_made:
+            return None
+    try:
+        if lists and len(lists[0]) and is_direct(lists[0][0].device.type):
+            into = () if results is None else results()
+            if extension.library.once(name, lists, (*others, *into)):
+                return into
+        return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -67,7 +124,7 @@ def raise_out_of_memory(error: RuntimeError) -> None:
 
 def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed, which a C++ op outside autograd does not do by itself."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and _calls.are_made:
         for tensors in lists:
             if tensors:
                 tensor_loops.bump_versions(tensors)
@@ -106,9 +163,9 @@ def multi_tensor_scale(
         update: what ``update_scale`` does with ``found_inf`` afterwards, in the same launch. None by default.
     """
     if update is None:
-        call(_ops.multi_tensor_scale, (src, dst), found_inf, factor(scale))
+        call("multi_tensor_scale", (src, dst), found_inf, factor(scale))
     else:
-        call(_ops.multi_tensor_scale_and_update, (src, dst), found_inf, factor(scale), *update)
+        call("multi_tensor_scale_and_update", (src, dst), found_inf, factor(scale), *update)
         wrote(update[:3])
     wrote(dst)
 
@@ -123,7 +180,7 @@ def multi_tensor_scale_clipped(
 ) -> None:
     """``multi_tensor_scale`` by ``scale * min(max_norm / (grad_norm + 1e-6), 1)``. The launch forms that factor in
     fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync."""
-    op = _ops.multi_tensor_scale_clipped
+    op = "multi_tensor_scale_clipped"
     call(op, (src, dst), found_inf, factor(scale), factor(grad_norm), max_norm)
     wrote(dst)
 
@@ -147,8 +204,14 @@ def multi_tensor_axpby(
         a, b: numbers or one-element tensors, fp32 on the device of the lists or on the CPU.
         arg_to_check: check ``x`` (0), ``y`` (1) or both (-1).
     """
-    call(_ops.multi_tensor_axpby, (x, y, out), found_inf, factor(a), factor(b), arg_to_check)
+    call("multi_tensor_axpby", (x, y, out), found_inf, factor(a), factor(b), arg_to_check)
     wrote(out)
+
+
+def _norms(tensors: Sequence[Tensor], per_tensor: bool, again: bool = False) -> tuple[Tensor, ...]:
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    sizes = [(), len(tensors) if per_tensor else 0, *([()] if again else [])]
+    return tuple(torch.empty(size, dtype=dtype, device=tensors[0].device) for size in sizes)
 
 
 def multi_tensor_l2norm(
@@ -162,7 +225,8 @@ def multi_tensor_l2norm(
     Returns:
         The total norm, 0-d, and one norm per tensor (none without ``per_tensor``). Both are fp32 (fp64 for fp64 input).
     """
-    return call(_ops.multi_tensor_l2norm, (tensors,), found_inf, per_tensor)
+    results = partial(_norms, tensors, per_tensor)
+    return call("multi_tensor_l2norm", (tensors,), found_inf, per_tensor, results=results)
 
 
 def multi_tensor_unscale_l2norm(
@@ -177,7 +241,10 @@ def multi_tensor_unscale_l2norm(
     ``update``: as for ``multi_tensor_scale``.
     """
     if update is None:
-        return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
+        results = partial(_norms, tensors, per_tensor)
+        return call(
+            "multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor, results=results
+        )
     return unscale_l2norm_and_update(tensors, found_inf, inv_scale, per_tensor, update)[:2]
 
 
@@ -185,8 +252,9 @@ def unscale_l2norm_and_update(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool, update: ScaleUpdate
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``multi_tensor_unscale_l2norm`` with an update, and its total norm again, in memory of its own. No host sync."""
-    op = _ops.multi_tensor_unscale_l2norm_and_update
-    norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update)
+    op = "multi_tensor_unscale_l2norm_and_update"
+    results = partial(_norms, tensors, per_tensor, True)
+    norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update, results=results)
     wrote(update[:3])
     return norms
 
@@ -219,7 +287,7 @@ def update_scale(
     """
     state = (scale, growth_tracker, hysteresis_tracker)
     call(
-        _ops.update_scale,
+        "update_scale",
         (),
         *state,
         found_inf,
@@ -240,7 +308,7 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         A copy of the scale, 1 / scale, and a flag of 0: three new 0-d fp32 tensors, which later updates of the scale do
         not change.
     """
-    return call(_ops.block_factors, (), scale)
+    return call("block_factors", (), scale)
 
 
 def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
@@ -250,4 +318,4 @@ def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, s
     loss of the slot, ``counts[2 + 2 * slot]`` counts steps whose ``flag`` is set, and the next element is the scale.
     Takes tensors of one device. No host sync.
     """
-    call(_ops.count_skip, (), counts, found_inf, flag, scale, slot, is_first)
+    call("count_skip", (), counts, found_inf, flag, scale, slot, is_first)

@@ -11,7 +11,6 @@ from torch import Tensor
 from ampctx.kernels.ops import call, factor, wrote
 from ampctx.kernels.reference_steps import WRITE_BACKS
 
-_ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
@@ -54,7 +53,7 @@ def adam(
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
     p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Without ``adam_w_mode``
     weight decay adds weight_decay p to g instead. No host sync."""
-    op = _ops.multi_tensor_unscaling_adam if unscale_grads else _ops.multi_tensor_adam
+    op = "multi_tensor_unscaling_adam" if unscale_grads else "multi_tensor_adam"
     lists = (
         grads,
         params,
@@ -120,7 +119,7 @@ def sgd(
 
     b = momentum b + (1 - dampening) g; at step count 0, b = g. Without momentum ``momentum_buffers`` is empty. Weight
     decay adds weight_decay p to g, or with ``wd_after_momentum`` to the factor of lr. No host sync."""
-    op = _ops.multi_tensor_unscaling_sgd if unscale_grads else _ops.multi_tensor_sgd
+    op = "multi_tensor_unscaling_sgd" if unscale_grads else "multi_tensor_sgd"
     lists = (grads, params, momentum_buffers, extras, steps, momentum_buffer_scales, skips)
     call(
         op,
@@ -170,7 +169,7 @@ def adagrad(
     """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
 
     No host sync."""
-    op = _ops.multi_tensor_unscaling_adagrad if unscale_grads else _ops.multi_tensor_adagrad
+    op = "multi_tensor_unscaling_adagrad" if unscale_grads else "multi_tensor_adagrad"
     lists = (grads, params, sums, extras, steps, skips)
     call(
         op,
@@ -218,7 +217,7 @@ def lion(
 ) -> None:
     """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
     host sync."""
-    op = _ops.multi_tensor_unscaling_lion if unscale_grads else _ops.multi_tensor_lion
+    op = "multi_tensor_unscaling_lion" if unscale_grads else "multi_tensor_lion"
     lists = (grads, params, exp_avgs, extras, steps, exp_avg_scales, skips)
     call(
         op,
@@ -267,7 +266,7 @@ def muon(
 
     m = m + (1 - momentum) (g - m), then u = g + momentum (m - g) with ``nesterov``, else u = m. Reads neither lr nor
     the former ``params``. The step of the weights is that of ``sgd``. No host sync."""
-    op = _ops.multi_tensor_unscaling_muon if unscale_grads else _ops.multi_tensor_muon
+    op = "multi_tensor_unscaling_muon" if unscale_grads else "multi_tensor_muon"
     lists = (grads, params, momentum_buffers, extras, steps, momentum_buffer_scales, skips)
     call(
         op,
@@ -326,7 +325,7 @@ def lamb(
     The ratio is per tensor. It is 1 if a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are first
     scaled down to ``max_grad_norm`` if ``global_grad_norm``, the norm of all unscaled gradients, exceeds it (0: never).
     Without ``grad_averaging``, m = beta1 m + g. No host sync."""
-    op = _ops.multi_tensor_unscaling_lamb if unscale_grads else _ops.multi_tensor_lamb
+    op = "multi_tensor_unscaling_lamb" if unscale_grads else "multi_tensor_lamb"
     lists = (grads, params, exp_avgs, exp_avg_sqs, extras, steps, exp_avg_scales, exp_avg_sq_scales, skips)
     call(
         op,
@@ -392,7 +391,7 @@ def novograd(
     the norm itself unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
     p -= lr (m / c1 / d + weight_decay p). With ``reg_inside_moment``, g / d + weight_decay p replaces g, and
     p -= lr m / c1. No host sync."""
-    op = _ops.multi_tensor_unscaling_novograd if unscale_grads else _ops.multi_tensor_novograd
+    op = "multi_tensor_unscaling_novograd" if unscale_grads else "multi_tensor_novograd"
     lists = (grads, params, exp_avgs, extras, exp_avg_sqs, steps, exp_avg_scales, skips)
     call(
         op,
@@ -437,7 +436,7 @@ def larc(
 
     a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``. With
     ``maximize``, g = a (g - weight_decay p). If a norm is 0, the gradient is only unscaled. No host sync."""
-    op = _ops.multi_tensor_larc
+    op = "multi_tensor_larc"
     lists = (grads, params)
     call(op, lists, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize)
     wrote(grads)

@@ -24,6 +24,7 @@ from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
+from ampctx.kernels.ops import noted
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
@@ -35,13 +36,14 @@ from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
+from ampctx.optimizers._step_plan import StepPlan, step_plan
 from ampctx.optimizers._work import Kind, Members, Scaling, Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given
 from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
 # Attributes that exist only around a step, or that a copy creates again.
-TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_numbers", "_offload")
+TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -145,6 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
+        self._plan: StepPlan | None = None
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
         if self.write_back != "nearest" and self._master_dtypes:
@@ -340,20 +343,29 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
+        if self._plan is not None and after is None:
+            if self._plan.run(self, scaling):
+                return
+            self._plan = None
+        plan = None
         works = self._new_works(scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
         if self._split_step is not None and layerwise.any_split(self.param_groups):
             self._split_step(calls, scaling)
         else:
             norm = self._global_norm(works, scaling)
-            for work in calls:
-                self._launch(work, scaling, norm)
-                if after is not None:
-                    after(work.members)
+            with noted() as made:
+                for work in calls:
+                    self._launch(work, scaling, norm)
+                    if after is not None:
+                        after(work.members)
+            if after is None and type(self)._launch is FusedOptimizer._launch:
+                plan = step_plan(self, calls, made, scaling)
         if scaling.unscales:
             _work.finish_unscaling(calls)
         followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._seen.update(zip(followed, map(version_of, followed), strict=True))
+        self._plan = plan
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
@@ -485,7 +497,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
-        self._seen = {}
+        self._seen, self._plan = {}, None
         for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
             follow(p, self.state.get(p, {}), self._seen)
 
@@ -627,7 +639,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
         self.__dict__.setdefault("_numbers", {})
-        self._seen = {}
+        self._seen, self._plan = {}, None
         if (kept := self.__dict__.get("_offload")) is not None:
             kept.forget()
         else:

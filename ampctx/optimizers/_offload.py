@@ -124,7 +124,7 @@ class Offload:
         """Makes the next step read all weights, and resync what the state keeps of them."""
         self._seen.clear()
         if self._host is not None:
-            self._host._seen = {}
+            self._host._seen, self._host._plan = {}, None
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import is_distributed
-from ampctx.kernels import foreach, reference, tensor_loops
+from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.kernels.tensor_loops import all_none, all_there, grad_of
+from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 
@@ -68,6 +69,7 @@ class Frames:
         self.frames: list[Frame] = []
         self.checked: Pending | None = None
         self.incomplete = self.stepped = False
+        self._plan: FramePlan | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -86,12 +88,8 @@ class Frames:
 
     @property
     def pending(self) -> Pending | None:
-        """The pending gradients of the masters. None if there are none, or if a master has another gradient."""
-        pending = self._masters.place.pending
-        if pending is not None and not pending.is_alone():
-            self._masters.place.materialize()
-            return None
-        return pending
+        """The pending gradients of the masters, or None."""
+        return self._masters.place.pending
 
     @property
     def factors(self) -> tuple[Factor, Factor]:
@@ -147,6 +145,39 @@ class Frames:
         nested = len(self.frames) > 1
         factor = frame.inv_scale if inv_scale is None else inv_scale
         base = self.frames[0].stash
+        is_usual = not (nested or base or frame.is_window or done is not None) and isinstance(factor, PerDevice)
+        if is_usual and self._plan is not None and self._left_by_plan(self._plan, factor, found_inf):
+            return
+        before, self._plan = [p.grad for p in self._masters.leaves] if is_usual else [], None
+        with ops.noted() as calls:
+            self._leave_plainly(frame, factor, found_inf, done, check_before)
+        if is_usual and calls:
+            self._plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
+
+    def _left_by_plan(self, plan: FramePlan, factor: PerDevice, found_inf: FoundInf) -> bool:
+        place = self._masters.place
+        if plan.leaves is not self._masters.leaves or place.pending is not None or not self._masters.have_no_grads():
+            return False
+        try:
+            has_left, pending = plan.leave(factor, found_inf)
+            if has_left:
+                if pending is not None:
+                    self._masters.place.pending = self.checked = pending
+                self.frames.pop()
+            return has_left
+        except BaseException:
+            self.incomplete = True
+            raise
+
+    def _leave_plainly(
+        self,
+        frame: Frame,
+        factor: Factor,
+        found_inf: FoundInf,
+        done: set[int] | None,
+        check_before: Callable[[], bool],
+    ) -> None:
+        nested, base = len(self.frames) > 1, self.frames[0].stash
         # New tensors only: an exception here leaves the sums as they were.
         used, sums, of_masters, pending = self._of_masters(factor, found_inf, nested)
         of_params = self._of_params(factor, found_inf, done, check_before, base, last=not sums)
@@ -210,9 +241,11 @@ class Frames:
         place = self._masters.place
         may_wait = self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
-        if may_wait and tensor_loops.have_no_grad(masters) and all(map(_fills_its_storage, given)):
+        if may_wait and self._masters.have_no_grads() and all(map(_fills_its_storage, given)):
             last = not self._masters.params_without_master
-            return params, [], {}, Pending(masters, place, given, factor, found_inf, last)
+            total, norms = foreach.unscale_l2norms_of(given, found_inf, factor, last)
+            again, found_inf.norm_again = found_inf.norm_again, None
+            return params, [], {}, Pending(masters, place, given, factor, total, norms, again)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []

@@ -23,8 +23,9 @@ from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
+from ampctx.kernels.plan import advanced, changed, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
+from ampctx.kernels.tensor_loops import dtype_of, have_no_grad, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
 from ampctx.weights.store import resynced
@@ -97,8 +98,8 @@ class MasterParams:
         self.were_restored = self.were_loaded = False
         # In a process group, the versions of weights whose masters a load has set, by id.
         self._loaded: dict[int, int] = {}
-        # Identity, version and address of each weight and master when they last agreed.
-        self._agreed: list[tuple[int, int, int]] = []
+        # The marks of weights and of masters when they last agreed.
+        self._agreed = b"", b""
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
         self._members: list[list[int]] = []
@@ -201,7 +202,6 @@ class MasterParams:
         self.model_of = {master: p for p, master in self.pairs}
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
-        self._both = [*self.params_with_master, *self.masters]
         self._members = _members_of(optimizer)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
@@ -315,28 +315,34 @@ class MasterParams:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def _counts(self) -> list[tuple[int, int, int]]:
-        both = self._both
-        return list(zip(map(id, both), map(version_of, both), map(Tensor.data_ptr, both), strict=True))
-
-    def agree(self) -> None:
-        """Notes that the weights are the rounded masters."""
+    def agree(self, by_step: bool = False) -> None:
+        """Notes that the weights are the rounded masters. ``by_step``: the step has written both."""
         if self.pairs:
-            self._agreed, self.ahead = self._counts(), False
+            of_weights = marks(self.params_with_master)
+            # Reading the versions of masters takes longer. Where the step has written each weight, it has each master.
+            known = by_step and of_weights == advanced(self._agreed[0])
+            self._agreed = of_weights, advanced(self._agreed[1]) if known else marks(self.masters)
+            self.ahead = False
 
     @torch.no_grad()
-    def resync(self) -> None:
+    def resync(self, before_step: bool = False) -> None:
         """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
         master, the master takes its value; where only the master was written, the weight is rounded again.
+        ``before_step``: that may wait, as the step or the next forward rounds.
 
         Versions tell what was written. While ``unsure``, every weight counts as written.
         """
         if self.ahead:
             self.copy_to_model()
-        if not self.pairs or ((now := self._counts()) == self._agreed and not self.unsure):
+        if not self.pairs:
             return
-        former = {i: rest for i, *rest in self._agreed}
-        written = {i for i, *rest in now if former.get(i, rest) != rest}
+        of_weights = marks(self.params_with_master)
+        if before_step and of_weights == self._agreed[0] and not self.unsure:
+            return
+        if (now := (of_weights, marks(self.masters))) == self._agreed and not self.unsure:
+            return
+        written = changed(self.params_with_master, self._agreed[0], now[0])
+        written |= changed(self.masters, self._agreed[1], now[1])
         rounded = []
         for p, master in self.pairs:
             if id(master) in written and id(p) not in written:
@@ -351,7 +357,7 @@ class MasterParams:
     @torch.no_grad()
     def round_again(self) -> None:
         """``resync`` before a forward, which may be one of an evaluation. No host sync."""
-        if self.pairs and (self.ahead or self._counts() != self._agreed):
+        if self.pairs and (self.ahead or (marks(self.params_with_master), marks(self.masters)) != self._agreed):
             self.resync()
 
     @torch.no_grad()
@@ -417,13 +423,21 @@ class MasterParams:
                 self.agree()
                 raise
 
+    def have_no_grads(self) -> bool:
+        """Whether no master has a gradient of its own."""
+        if self.place.has_grads and have_no_grad(self.masters):
+            self.place.has_grads = not self.takes_pending  # others do not tell when they get one
+            return True
+        return not self.place.has_grads
+
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None, pending gradients included."""
         if self.place.pending is not None:
             self.place.pending.drop()
-        for master in self.masters:
-            if stored_grad(master) is not None:
-                master.grad = None
+        if self.pairs and not self.have_no_grads():
+            for master in self.masters:
+                if stored_grad(master) is not None:
+                    master.grad = None
 
 
 def _members_of(optimizer: Any) -> list[list[int]]:

@@ -7,15 +7,19 @@ its step. For all other code ``MasterParam.grad`` turns them into fp32, all mast
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampctx.kernels import foreach, tensor_loops
-from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.extension import PLAIN_TYPES
+from ampctx.kernels.foreach import Clipped, Factor, PerDevice, Unread, product
 from ampctx.kernels.tensor_loops import stored_grad
 
 # torch's attribute, below the property of the same name; ``stored_grad`` reads it.
@@ -23,10 +27,14 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Place:
-    """Where the masters of one optimizer have pending gradients, or None."""
+    """Where the masters of one optimizer have pending gradients, or None.
+
+    ``has_grads``: a master may have a gradient of its own. Then none is pending.
+    """
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
+        self.has_grads = True
         self._lock = threading.Lock()
 
     def materialize(self) -> None:
@@ -48,7 +56,14 @@ class MasterParam(nn.Parameter):
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, place: Place | None = None) -> MasterParam:
         master = super().__new__(cls, data, requires_grad)
-        master.place = Place() if place is None else place
+        master.place = place = Place() if place is None else place
+
+        # Autograd writes past the property.
+        def arrived(_: Tensor) -> None:
+            place.has_grads = True
+            place.materialize()
+
+        master.register_post_accumulate_grad_hook(arrived)
         return master
 
     @property
@@ -62,6 +77,7 @@ class MasterParam(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if (place := self.__dict__.get("place")) is not None:
             place.materialize()
+            place.has_grads |= value is not None
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -74,6 +90,9 @@ class MasterParam(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+PLAIN_TYPES.append(MasterParam)
+
+
 class Pending:
     """The 16-bit gradients of one backward, for ``masters`` of one optimizer.
 
@@ -81,9 +100,9 @@ class Pending:
         masters: those whose weights have a gradient, and ``place``: theirs.
         values: the gradient of each, not changed; strided, on any mix of devices.
         inv_scale: the factor that unscales them.
-        found_inf: set if a gradient holds inf or nan. ``last``: no later call raises it.
-
-    Reads the gradients once. No host sync.
+        norm: that of the unscaled gradients, 0-d. norms: of each, to name the non-finite ones later; groups of places
+            and norms. norm_again: the first in memory of its own, because code may change a norm that a clip has
+            returned.
     """
 
     def __init__(
@@ -92,18 +111,16 @@ class Pending:
         place: Place,
         values: Sequence[Tensor],
         inv_scale: Factor,
-        found_inf: FoundInf,
-        last: bool = False,
+        norm: Tensor,
+        norms: list[tuple[Sequence[int], Tensor]],
+        norm_again: Tensor | None = None,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
         self.ids = list(map(id, masters))
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
-        # The same read gives the norm of each gradient, to name the non-finite ones later.
-        self._norm, self._norms = foreach.unscale_l2norms_of(values, found_inf, inv_scale, last)
-        # The same number for the step, which clips by it: code may change a norm that a clip has returned.
-        self._norm_again, found_inf.norm_again = found_inf.norm_again, None
+        self._norm, self._norms, self._norm_again = norm, norms, norm_again
 
     @cached_property
     def grads(self) -> dict[Tensor, Tensor]:
@@ -151,6 +168,7 @@ class Pending:
             for m, g in zip(self.masters, self.values, strict=True)
         ]
         foreach.scale(self.values, wide, Unread(), self.inv_scale)
+        self.place.has_grads = True
         if self.clipped_from is not None:
             tensor_loops.set_each(wide, "norm_before_clipping", self.clipped_from)
         for master, grad in zip(self.masters, wide, strict=True):
@@ -162,10 +180,6 @@ class Pending:
         self.place.pending = None
         self.masters, self.values = [], []
         self.__dict__.pop("grads", None)
-
-    def is_alone(self) -> bool:
-        """Whether no master has another gradient: autograd writes one past the property."""
-        return tensor_loops.have_no_grad(self.masters)
 
 
 def has_grad(p: Tensor) -> bool:
@@ -183,7 +197,7 @@ def pending_in(params: list[Tensor]) -> list[Pending]:
         return []
     complete = []
     for pending, is_whole in _pending_of(params):
-        if is_whole and pending.clipped_from is None and pending.is_alone():
+        if is_whole and pending.clipped_from is None:
             complete.append(pending)
         else:
             pending.place.materialize()
@@ -197,7 +211,11 @@ def clear_grads(params: list[Tensor]) -> None:
             pending.drop()
         else:
             pending.place.materialize()
-    tensor_loops.clear_grads(params)
+    for kind in set(map(type, params)):
+        if kind is not MasterParam and kind.grad is not _GRAD:
+            return tensor_loops.clear_grads(params)
+    deque(map(_GRAD.__set__, params, repeat(None)), maxlen=0)  # past the property of masters
+    return None
 
 
 def _pending_of(params: list[Tensor]) -> list[tuple[Pending, bool]]:
@@ -207,6 +225,6 @@ def _pending_of(params: list[Tensor]) -> list[tuple[Pending, bool]]:
     first: Any = next(p for p in params if type(p) is MasterParam)
     if (pending := first.place.pending) is not None and tensor_loops.same_items(params, pending.masters):
         return [(pending, True)]  # as usual: all masters of one optimizer
-    places: Iterable[Place] = dict.fromkeys(p.place for p in params if isinstance(p, MasterParam))
+    places = set(map(attrgetter("place"), (p for p in params if type(p) is MasterParam)))
     given = set(map(id, params))
     return [(found, given.issuperset(found.ids)) for place in places if (found := place.pending) is not None]

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import subprocess
+import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +35,7 @@ def generate(folder: Path = FOLDER) -> tuple[Path, list[str]]:
     """Writes what the build makes of ampctx/kernels/spec.py: where, and what a compiler is told to find it."""
     generated = folder / "generated"
     generator().write(generated)
-    return generated, [f"-I{generated}", f"-I{ROOT}"]
+    return generated, [f"-I{generated}", f"-I{ROOT}", f"-I{sysconfig.get_path('include')}"]
 
 
 def _sources(generated: Path) -> list[Path]:
@@ -98,7 +99,11 @@ def _run(command: list[str]) -> None:
 
 def load(path: Path | str, namespace: str) -> ctypes.CDLL:
     """Loads the library and registers its kernels for CPU tensors in ``namespace``."""
-    library = ctypes.CDLL(str(path))
-    if code := library.ampctx_register_emulated(namespace.encode()):
+    if code := module_of(path).register("cpu", namespace):
         raise RuntimeError(f"torch refused the emulated kernels (code {code})")
-    return library
+    return ctypes.CDLL(str(path))
+
+
+def module_of(path: Path | str) -> ModuleType:
+    """The library as a module of Python, as ampctx/kernels/extension.py loads it."""
+    return importlib.util.module_from_spec(importlib.util.spec_from_file_location("ampctx._ops", path))

@@ -1,5 +1,5 @@
-"""csrc/torch_abi.h and csrc/python_abi.h declare C functions by themselves: the compiler compares them with the headers
-of torch and Python."""
+"""csrc/torch_abi.h and csrc/python_abi.h declare what torch has by themselves: the compiler compares them with torch's
+headers."""
 
 import os
 import re
@@ -90,8 +90,8 @@ def torch_cpu_symbols():
 # --- csrc/python_abi.h ------------------------------------------------------------------------------------------------
 
 
-def compile_with_python(folder, header):
-    """Compiles Python's and DLPack's declarations together with ours."""
+def compile_with_dlpack(folder, header):
+    """Compiles DLPack's declarations together with ours."""
     pairs = {
         **{f"DLTensor::{name}": f"DLTensor::{name}" for name in ("data", "device", "dtype", "strides", "byte_offset")},
         "DLTensor::dim": "DLTensor::ndim",
@@ -104,10 +104,9 @@ def compile_with_python(folder, header):
         )
         for ours, theirs in pairs.items()
     )
-    text = f"""#include <Python.h>
+    text = f"""#include "python_abi.h"
 #include <ATen/dlpack.h>
 #include <cstddef>
-#include "python_abi.h"
 {same}
 static_assert(sizeof(ampctx::python_abi::DLTensor) == sizeof(DLTensor));
 static_assert(ampctx::python_abi::kDLCPU == kDLCPU && ampctx::python_abi::kDLCUDA == kDLCUDA);
@@ -118,15 +117,13 @@ static_assert(ampctx::python_abi::kDLBfloat == kDLBfloat);
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="this Python came without its headers")
-def test_declarations_are_those_of_python(tmp_path):
+def test_declarations_are_those_of_dlpack(tmp_path):
     header = (CSRC / "python_abi.h").read_text()
-    result = compile_with_python(tmp_path, header)
+    result = compile_with_dlpack(tmp_path, header)
     assert result.returncode == 0, result.stderr
-    assert len(re.findall(r"^AMPCTX_PYTHON", header, flags=re.MULTILINE)) > 10
     for part, wrong in (
-        ("PyList_Size(PyObject* list)", "PyList_Size(int list)"),
         ("int32_t dim;", "int64_t dim;"),
         ("void* unused[3];", "void* unused[2];"),
     ):
         assert header.count(part) == 1
-        assert compile_with_python(tmp_path, header.replace(part, wrong)).returncode != 0, part
+        assert compile_with_dlpack(tmp_path, header.replace(part, wrong)).returncode != 0, part

@@ -163,14 +163,6 @@ AOTITorchError __wrap_torch_library_impl(TorchLibraryHandle library, const char*
 }
 }
 
-extern "C" int ampctx_register_emulated(const char* ns);
-
-// As ampctx/kernels/extension.py asks for them.
-AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
-AMPCTX_EXPORT const char* ampctx_build_info() {
-  return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";
-}
-
 // Runs another program from now on; returns the error, or nothing. `coverage` may be null.
 AMPCTX_EXPORT const char* ampctx_ptx_load(const char* path, const char* coverage) {
   static std::string error;

@@ -1,0 +1,133 @@
+"""Plans: op calls that plain code has just made, made again in C with new gradients and numbers (csrc/plan.h).
+
+A plan compares all that the calls came from, and reads everything before it writes anything. Where something is not as
+it was it does nothing, and plain code runs. ``AMPCTX_PLAN=0`` switches plans off.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ampctx._plan import PLANS
+from ampctx.kernels.ops import extension, is_watched
+from ampctx.kernels.tensor_loops import version_of
+
+# A list of an op call comes from a list of tensors; from the gradients of parameters (parameters, gradients); from
+# dicts (dicts, key, entries); or None: each run is given it.
+Column = list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[dict[str, Any]], str, list[Tensor]] | None
+
+
+class PlannedCall(NamedTuple):
+    """An op call: its name, where its lists come from, and which of them it writes, by their places."""
+
+    op: str
+    columns: list[Column]
+    written: tuple[int, ...]
+
+
+class Plan:
+    """The calls of one step, or of the end of a block. It does not keep gradients, nor entries of dicts."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def is_current(self, groups: Any) -> bool:
+        """Whether the param groups hold the same parameters as when the plan was made."""
+        return bool(self._made.is_current(groups))
+
+    def run(
+        self,
+        groups: Any,
+        arguments: list[tuple[Any, ...]],
+        grads: list[Any] | None = None,
+        may_share: bool = True,
+        takes: bool = False,
+    ) -> list[list[Tensor]] | None:
+        """Makes the calls, and bumps the versions of what they wrote. None where the plan does not fit: nothing has
+        changed then. No host sync.
+
+        Args:
+            groups: the param groups now.
+            arguments: of each call, the lists for columns of None, and the arguments after the lists.
+            grads: for each column of gradients, a list in place of those in ``.grad``, or None.
+            may_share: whether two parameters may share a gradient.
+            takes: set ``.grad`` of gradients that no call writes to None.
+
+        Returns:
+            The gradients of each column of gradients.
+        """
+        if is_watched():
+            return None
+        found = self._made.run(groups, arguments, grads, may_share, takes)
+        return None if type(found) is int else found
+
+
+def make_plan(
+    groups: Sequence[Mapping[str, Any]],
+    calls: list[PlannedCall],
+    mappings: Sequence[tuple[dict[Any, Any], list[Any], list[Any]]] = (),
+    idle: Sequence[Tensor] = (),
+) -> Plan | None:
+    """Makes a plan of calls that were just made with these lists.
+
+    Args:
+        groups: param groups whose members must stay.
+        mappings: dicts, and the keys and values that they must keep.
+        idle: parameters that must have no gradient.
+
+    Returns:
+        None where a plan cannot read a tensor, has no kernel, or is switched off.
+    """
+    columns = [column for call in calls for column in call.columns]
+    first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
+    if not PLANS or extension.library is None or is_watched() or not isinstance(first, Tensor):
+        return None
+    if not extension.serves(first.device.type):
+        return None
+    owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
+    # A column by its owners, so that the lists of a call which are one list are read once.
+    made = extension.library.make_plan(
+        list(groups),
+        [list(group["params"]) for group in groups],
+        list(mappings),
+        list(idle),
+        owners,
+        [tuple(call) for call in calls],
+    )
+    return None if made is None else Plan(made)
+
+
+def marks(tensors: list[Tensor]) -> bytes:
+    """Version and address of each tensor, to see later what somebody has written or moved. No host sync."""
+    found = extension.library.marks(tensors) if PLANS and extension.library is not None else None
+    if found is None:
+        found = array(
+            "q", chain.from_iterable(zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True))
+        )
+    return bytes(found)
+
+
+def advanced(former: bytes) -> bytes:
+    """The marks of tensors that one write each has changed since."""
+    if extension.library is not None:
+        return bytes(extension.library.advanced(former))
+    numbers = array("q", former)
+    for i in range(0, len(numbers), 2):
+        numbers[i] += 1
+    return numbers.tobytes()
+
+
+def changed(tensors: list[Tensor], former: bytes, now: bytes) -> set[int]:
+    """The ids of those whose marks differ."""
+    if former == now:
+        return set()
+    before, after = (memoryview(each).cast("q").tolist() for each in (former, now))
+    pairs = zip(tensors, before[::2], after[::2], before[1::2], after[1::2], strict=True)
+    return {
+        id(t) for t, version, version_now, place, place_now in pairs if (version, place) != (version_now, place_now)
+    }

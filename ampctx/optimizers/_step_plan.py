@@ -1,0 +1,135 @@
+"""The plan of a fused optimizer's step: the op calls of the step before, with new gradients and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampctx.kernels import ops, tensor_loops
+from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.ops import Call
+from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
+from ampctx.kernels.spec import SPECS
+from ampctx.kernels.tensor_loops import stored_grad, version_of
+from ampctx.optimizers._work import Scaling, Work
+from ampctx.weights.pending import Pending
+from ampctx.weights.store import EXTRAS
+
+
+def step_plan(optimizer: Any, works: list[Work], calls: list[Call], scaling: Scaling) -> StepPlan | None:
+    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: DTensors,
+    copies of gradients, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
+    if len(calls) != len(works) or not all(work.fused and not work.sharded and not work.relaid for work in works):
+        return None
+    grads_of = {} if scaling.pending is None else scaling.pending.grads
+    for work in works:
+        own = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
+        if not tensor_loops.same_items(own, work.lists["grads"]):
+            return None
+    planned = [_planned(optimizer, work, call) for work, call in zip(works, calls, strict=True)]
+    stepped = {id(p) for work in works for p in work.members}
+    idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in stepped]
+    state = optimizer.state
+    plan = make_plan(optimizer.param_groups, planned, [(state, list(state), list(state.values()))], idle)
+    return None if plan is None else StepPlan(plan, optimizer, works, scaling)
+
+
+def _planned(optimizer: Any, work: Work, call: Call) -> PlannedCall:
+    names = SPECS[optimizer._op_of(work.group)].lists
+    forms = optimizer._forms(work.group, work.kind[2])
+    keys = {**forms.sized, **optimizer._one_element, **forms.scales}
+    if (destination := work.kind[0]) in EXTRAS:
+        keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
+    columns: list[Column] = []
+    for name, tensors in zip(names, call.lists, strict=True):
+        if name == "skips":
+            columns.append(None)
+        elif name == "grads":
+            columns.append((list(work.members), list(tensors)))
+        elif keys.get(name) is not None and len(tensors):
+            columns.append(([optimizer.state[p] for p in work.members], keys[name], list(tensors)))
+        else:
+            columns.append(list(tensors))
+    written = [names.index(name) for name in ("params", "extras") if call.lists[names.index(name)]]
+    unscales = call.op == SPECS[optimizer._op_of(work.group)].unscaling_op
+    return PlannedCall(call.op, columns, (*written, *((0,) if unscales else ())))
+
+
+class StepPlan:
+    """Refers to state, not to gradients."""
+
+    def __init__(self, plan: Plan, optimizer: Any, works: list[Work], scaling: Scaling) -> None:
+        self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
+        self._works = [work._replace(lists={**work.lists, "grads": []}) for work in works]
+        # Whether ops are given the norm of all gradients.
+        self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
+        self._options = _options_of(optimizer)
+        self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
+        # 16-bit weights whose masters, remainders or compensations must follow later writes.
+        self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
+        self._versions = list(map(version_of, self._followed))
+
+    def run(self, optimizer: Any, scaling: Scaling) -> bool:
+        """Makes the step. False if something is not as it was: nothing has changed then. No host sync."""
+        pending = scaling.pending
+        if (
+            optimizer.state is not self._state
+            or scaling.models is not self._models
+            or scaling.unscales is not self._unscales
+            or self._options != _options_of(optimizer)
+            or self._versions != list(map(version_of, self._followed))
+        ):
+            return False
+        grads = None
+        if pending is not None or self._pending_masters is not None:
+            grads = self._grads_of(pending)
+            if grads is None:
+                return False
+        norm = self._norm(optimizer, scaling, grads) if self._has_norm else None
+        with ops.noted(make=False) as calls:
+            for work in self._works:
+                optimizer._launch(work, scaling, norm)
+        given = [(call.lists[-1], *call.others) for call in calls]
+        if self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is None:
+            if scaling.skips is not None:
+                scaling.skips.is_taken = False
+            return False
+        if self._followed:
+            self._versions = list(map(version_of, self._followed))
+            optimizer._seen.update(zip(self._followed, self._versions, strict=True))
+        return True
+
+    def _grads_of(self, pending: Pending | None) -> list[Any] | None:
+        """Of each call the pending gradients, or None where it reads ``.grad``. None if others are pending now."""
+        if pending is None or self._pending_masters is None:
+            return None
+        if not tensor_loops.same_items(pending.masters, self._pending_masters):
+            return None
+        found: list[Any] = []
+        for work in self._works:
+            whole = tensor_loops.same_items(work.members, pending.masters)
+            grads = pending.values if whole else [pending.grads[p] for p in work.members] if work.is_pending else None
+            found.append(grads if grads is None else list(grads))
+        return found
+
+    def _norm(self, optimizer: Any, scaling: Scaling, grads: list[Any] | None) -> PerDevice | None:
+        given = grads or [None] * len(self._works)
+        now = [
+            list(map(stored_grad, work.members)) if own is None else own
+            for work, own in zip(self._works, given, strict=True)
+        ]
+        if any(grad is None for own in now for grad in own):
+            return None  # the plan finds the same, and does not run
+        works = [work._replace(lists={**work.lists, "grads": own}) for work, own in zip(self._works, now, strict=True)]
+        return optimizer._global_norm(works, scaling)
+
+
+def _options_of(optimizer: Any) -> list[Any]:
+    """The settings that decide about write backs and state."""
+    groups = optimizer.param_groups
+    # Copies, as a program may change a dict in place.
+    given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
+    forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
+    own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
+    ops = (SPECS[optimizer._op_of(group)] for group in groups)
+    sized = [tuple(bool(group.get(state.if_set)) for state in op.sized) for op, group in zip(ops, groups, strict=True)]
+    return [*own, *sized, *forms]

@@ -1,0 +1,99 @@
+"""The plan of the end of a frame: the op calls that unscaled and checked the gradients of the frame before.
+
+It serves one open block without gradients from before, on one device. Anything else is plain code's: ``Frames.leave``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx.kernels import ops
+from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.ops import Call
+from ampctx.kernels.plan import Plan, PlannedCall, make_plan
+from ampctx.kernels.tensor_loops import same_items
+from ampctx.weights.masters import MasterParams
+from ampctx.weights.pending import Pending
+
+_SCALE, _NORM = "multi_tensor_scale", "multi_tensor_unscale_l2norm"
+_UPDATE = "_and_update"
+
+
+def frame_plan(
+    masters: MasterParams, calls: list[Call], grads: list[Tensor | None], made: Pending | None
+) -> FramePlan | None:
+    """The plan of ``calls``, made on the ``grads`` of the leaves, in their order. ``made``: the pending gradients that
+    came of them."""
+    leaf_of = {id(grad): p for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None}
+    planned = []
+    for call in calls:
+        name = call.op.removesuffix(_UPDATE)
+        tensors = list(call.lists[0])
+        if name not in (_SCALE, _NORM) or not leaf_of.keys() >= set(map(id, tensors)):
+            return None  # copies of gradients, or sums
+        column = [leaf_of[id(t)] for t in tensors], tensors
+        if name == _NORM:
+            planned.append(PlannedCall(call.op, [column], ()))
+        elif same_items(*call.lists):
+            planned.append(PlannedCall(call.op, [column, column], (1,)))
+        else:
+            return None
+    is_pending = [call.op.startswith(_NORM) for call in calls]
+    taken = sum(len(call.lists[0]) for call in calls)
+    if (
+        taken != len(leaf_of)
+        or is_pending[:1].count(True) != (made is not None)
+        or sum(is_pending) != (made is not None)
+    ):
+        return None
+    without = [p for p, grad in zip(masters.leaves, grads, strict=True) if grad is None]
+    plan = make_plan([], planned, idle=without)
+    if plan is None:
+        return None
+    return FramePlan(plan, masters, [call.op for call in calls], calls[0].lists[0][0].device, made)
+
+
+class FramePlan:
+    """Attributes:
+    leaves: the list of leaves that it is for.
+    """
+
+    def __init__(
+        self, plan: Plan, masters: MasterParams, names: list[str], device: torch.device, made: Pending | None
+    ) -> None:
+        self._plan, self._ops, self._device, self.leaves = plan, names, device, masters.leaves
+        self._updates = names[-1].endswith(_UPDATE)
+        self._place = masters.place
+        self._masters = None if made is None else made.masters
+
+    def leave(self, factor: PerDevice, found_inf: FoundInf) -> tuple[bool, Pending | None]:
+        """Ends the frame: whether it has, and the pending gradients. Where it has not, nothing has changed. No host
+        sync."""
+        update, device = found_inf.update, self._device
+        if (update is not None) is not self._updates:
+            return False, None
+        flag, inv_scale = found_inf.on(device), factor.on(device)
+        norms: list[Tensor] = []
+        arguments: list[tuple[Any, ...]] = []
+        for op in self._ops:
+            ends = update if op.endswith(_UPDATE) and update is not None else ()
+            if op.startswith(_NORM):
+                norms = [torch.empty((), device=device), torch.empty(len(self._masters or ()), device=device)]
+                norms += [torch.empty((), device=device)] if ends else []
+                arguments.append((flag, inv_scale, True, *ends, *norms))
+            else:
+                arguments.append((flag, inv_scale, *ends))
+        grads = self._plan.run([], arguments, may_share=False, takes=True)
+        if grads is None:
+            return False, None
+        if update is not None:
+            found_inf.update, found_inf.is_updated = None, True
+            ops.wrote(update[:3])
+        if self._masters is None:
+            return True, None
+        total, each, *again = norms
+        checked = [(range(len(self._masters)), each)]
+        return True, Pending(self._masters, self._place, grads[0], factor, total, checked, *again)

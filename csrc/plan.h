@@ -1,0 +1,609 @@
+// A plan: the op calls that plain Python code has just made, to make again with new gradients and numbers.
+//
+// It compares what the calls came from (param groups, dicts of state, gradients, addresses, types and layouts) with what
+// was there then, reads everything before anything is written, and calls the kernels without torch's dispatcher. Where
+// something is not as it was, it returns a code, nothing has been written, and the plain code runs and makes a new plan.
+//
+// It knows tensors as Python objects alone, and reads them through torch's DLPack exchange, and gradients through the
+// descriptor Tensor.grad. The functions hold the GIL, except while kernels run.
+#pragma once
+
+#include <cstring>
+#include <memory>
+
+#include "arguments.h"
+#include "python_abi.h"
+
+namespace ampctx {
+
+using Kernel = void (*)(Arguments&);
+// Null if there is none for tensors of this type of device.
+Kernel kernel_of(const char* op, int32_t device_type);
+
+namespace plan {
+
+using python_abi::Reference;
+
+// What a plan returns where it does not run. ampctx/kernels/plan.py names them.
+enum Code { kRuns = 0, kGroups = 1, kState = 2, kNewGradients = 3, kGradients = 4, kTensors = 5, kShared = 6, kBusy = 7 };
+
+// Given by use_python(), and kept for good.
+struct Torch {
+  const python_abi::DLPackExchange* exchange = nullptr;
+  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr;
+  PyObject* params = nullptr;
+  descrgetfunc get_grad = nullptr, get_version = nullptr;
+  descrsetfunc set_grad = nullptr;
+};
+inline Torch torch;
+
+inline bool to_torch(python_abi::DLDataType dtype, int32_t& code) {
+  using namespace python_abi;
+  const auto is = [&](uint8_t kind, uint8_t bits) { return dtype.code == kind && dtype.bits == bits; };
+  if (dtype.lanes != 1) return false;
+  if (is(kDLFloat, 32)) return code = aoti_torch_dtype_float32(), true;
+  if (is(kDLFloat, 16)) return code = aoti_torch_dtype_float16(), true;
+  if (is(kDLBfloat, 16)) return code = aoti_torch_dtype_bfloat16(), true;
+  if (is(kDLFloat, 64)) return code = aoti_torch_dtype_float64(), true;
+  if (is(kDLInt, 8)) return code = aoti_torch_dtype_int8(), true;
+  if (is(kDLUInt, 8)) return code = aoti_torch_dtype_uint8(), true;
+  if (is(kDLInt, 16)) return code = aoti_torch_dtype_int16(), true;
+  if (is(kDLInt, 32)) return code = aoti_torch_dtype_int32(), true;
+  if (is(kDLInt, 64)) return code = aoti_torch_dtype_int64(), true;
+  return false;
+}
+
+inline bool is_plain(PyObject* tensor) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  for (Py_ssize_t i = 0; i < PyList_Size(torch.types); ++i) {
+    if (PyList_GetItem(torch.types, i) == type) return true;
+  }
+  return false;
+}
+
+// False for what DLPack does not show: sparse and quantized tensors, other devices.
+inline bool read(PyObject* tensor, View& view) {
+  python_abi::DLTensor found;
+  if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
+  if (!to_torch(found.dtype, view.dtype)) return false;
+  if (found.device.type == python_abi::kDLCPU) {
+    view.device = torch_abi::Device::cpu();
+  } else if (found.device.type == python_abi::kDLCUDA) {
+    view.device = {aoti_torch_device_type_cuda(), found.device.index};
+  } else {
+    return false;
+  }
+  view.data = static_cast<char*>(found.data) + found.byte_offset;
+  view.layout = {found.dim, found.sizes, found.strides};
+  view.numel = 1;
+  for (int32_t d = 0; d < found.dim; ++d) view.numel *= found.sizes[d];
+  view.is_defined = view.is_strided = true;
+  view.is_contiguous = is_contiguous(view.layout);
+  // A freed storage has the address null, and a view into it null and an offset, which is small.
+  view.has_memory = view.numel == 0 || reinterpret_cast<uintptr_t>(view.data) >= (uintptr_t{1} << 32);
+  return view.has_memory;
+}
+
+// Equal for tensors of equal sizes and strides, 0 for contiguous ones.
+inline uint64_t layout_number(const View& view) {
+  if (view.is_contiguous) return 0;
+  uint64_t number = 1;
+  for (int64_t d = 0; d < view.layout.dim; ++d) {
+    for (const int64_t next : {view.layout.sizes[d], view.layout.strides[d]}) {
+      number = (number ^ static_cast<uint64_t>(next)) * 0x9e3779b97f4a7c15ull;
+    }
+  }
+  return number | 1;
+}
+
+// What must be as it was.
+struct Known {
+  void* data;
+  int64_t numel;
+  uint64_t layout;
+  int32_t dtype;
+  torch_abi::Device device;
+};
+
+// Where the tensors of an op's list come from: a list of them, the gradients of parameters, or an entry of each of some
+// dicts, which the plan does not keep, as a program may move state to the host to have its memory.
+enum class From { kList, kGrads, kEntries };
+
+struct Column {
+  From from;
+  PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
+  bool is_written = false;
+  std::vector<Known> known{};
+  Views views{};
+  PyObject* read = nullptr;  // the gradients or entries of this run, kept for it
+
+  bool is_grads() const { return from == From::kGrads; }
+};
+
+struct Call {
+  std::string name;  // as the profiler shows it
+  Kernel kernel;
+  std::vector<int> columns;  // -1: given at each run
+  std::vector<int> written;  // columns
+};
+
+struct State {
+  PyObject *kept, *groups, *members, *mappings, *idle;  // `kept` keeps the others, and the columns
+  std::vector<Column> columns;
+  std::vector<Call> calls;
+  std::vector<const void*> seen;  // of `is_shared`
+  bool is_running = false;
+};
+
+struct Plan {
+  PyObject_HEAD
+  State* state;
+};
+
+inline bool same_items(PyObject* items, PyObject* others) {
+  const Py_ssize_t count = PyList_Size(others);
+  if (PyList_Size(items) != count) return PyErr_Clear(), false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyList_GetItem(items, i) != PyList_GetItem(others, i)) return PyErr_Clear(), false;
+  }
+  return true;
+}
+
+// Whether the param groups hold the same parameters in the same groups, in order.
+inline bool same_groups(const State& state, PyObject* groups) {
+  if (!same_items(groups, state.groups)) return false;
+  for (Py_ssize_t i = 0; i < PyList_Size(state.groups); ++i) {
+    PyObject* const params = PyDict_GetItemWithError(PyList_GetItem(state.groups, i), torch.params);
+    if (!params || !same_items(params, PyList_GetItem(state.members, i))) return PyErr_Clear(), false;
+  }
+  return true;
+}
+
+// Whether dicts hold the same keys and values, in order.
+inline bool same_state(const State& state) {
+  for (Py_ssize_t i = 0; i < PyList_Size(state.mappings); ++i) {
+    PyObject *const row = PyList_GetItem(state.mappings, i), *const mapping = PyTuple_GetItem(row, 0),
+                    *const keys = PyTuple_GetItem(row, 1), *const values = PyTuple_GetItem(row, 2);
+    if (PyDict_Size(mapping) != PyList_Size(keys)) return false;
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0, k = 0; PyDict_Next(mapping, &at, &key, &value); ++k) {
+      if (PyList_GetItem(keys, k) != key || PyList_GetItem(values, k) != value) return PyErr_Clear(), false;
+    }
+  }
+  return true;
+}
+
+inline Reference grad_of(PyObject* param) { return Reference(torch.get_grad(torch.grad, param, nullptr)); }
+
+// Torch negates such a tensor as it reads it, which DLPack does not tell. It is the imaginary part of a conjugated tensor,
+// which has real parts in between: contiguous are those of one element alone.
+inline bool is_negated(PyObject* tensor, const View& view) {
+  if (view.is_contiguous && view.numel > 1) return false;
+  const Reference answer(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr));
+  if (!answer.get()) PyErr_Clear();
+  return answer.get() != Py_False;
+}
+
+inline Known known_of(const View& view) {
+  return {view.data, view.numel, layout_number(view), view.dtype, view.device};
+}
+
+inline bool is_as_before(const View& view, const Known& known, bool at_same_place) {
+  return view.numel == known.numel && view.dtype == known.dtype && view.device == known.device &&
+         layout_number(view) == known.layout && (!at_same_place || view.data == known.data);
+}
+
+// The code for tensor `i` of the column.
+inline int read_tensor(Column& column, size_t i, PyObject* tensor) {
+  View& view = column.views[i];
+  const bool is_new = column.is_grads();
+  const int code = is_new ? kGradients : kTensors;
+  if (!tensor || (column.from != From::kList && !is_plain(tensor)) || !read(tensor, view)) return PyErr_Clear(), code;
+  if (!is_as_before(view, column.known[i], !is_new) || (is_new && is_negated(tensor, view))) return code;
+  return kRuns;
+}
+
+inline int read_column(Column& column) {
+  const size_t count = column.known.size();
+  column.views.resize(count);
+  const bool is_given = column.read != nullptr, collects = !is_given && column.from != From::kList;
+  if (collects && !(column.read = PyList_New(0))) return -1;
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* const owner = PyList_GetItem(is_given ? column.read : column.owners, i);
+    if (!owner) return PyErr_Clear(), kTensors;
+    const Reference grad(!is_given && column.is_grads() ? torch.get_grad(torch.grad, owner, nullptr) : nullptr);
+    PyObject* const tensor = grad.get()                       ? grad.get()
+                             : column.from == From::kEntries ? PyDict_GetItemWithError(owner, column.key)
+                                                              : owner;
+    if (const int code = read_tensor(column, i, tensor)) return code;
+    if (collects && PyList_Append(column.read, tensor) != 0) return -1;
+  }
+  return kRuns;
+}
+
+// Whether two gradients lie at one place.
+inline bool is_shared(State& state) {
+  size_t count = 0, size = 64;
+  for (const Column& column : state.columns) count += column.is_grads() ? column.known.size() : 0;
+  while (size < 2 * count) size *= 2;
+  state.seen.assign(size, nullptr);
+  for (const Column& column : state.columns) {
+    for (const View& view : column.views) {
+      if (!column.is_grads() || view.numel == 0) continue;
+      size_t at = (reinterpret_cast<uintptr_t>(view.data) >> 4) * 0x9e3779b97f4a7c15ull % size;
+      for (; state.seen[at]; at = (at + 1) % size) {
+        if (state.seen[at] == view.data) return true;
+      }
+      state.seen[at] = view.data;
+    }
+  }
+  return false;
+}
+
+// A number, a flag or a plain tensor. False for anything else.
+inline bool take_value(PyObject* from, Value& value) {
+  if (PyFloat_Check(from) || PyLong_Check(from)) {
+    value.number = PyFloat_AsDouble(from);
+    if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
+    return !PyErr_Occurred();
+  }
+  if (is_plain(from) && read(from, value.view)) return true;
+  return false;
+}
+
+// What one call is given at a run: lists of tensors for its columns of -1, then its values.
+struct Given {
+  const char* name = nullptr;
+  Kernel kernel = nullptr;
+  std::vector<std::unique_ptr<Views>> fresh;
+  std::vector<const Views*> lists;
+  std::vector<Value> values;
+
+  bool take(State& state, const Call& call, PyObject* arguments) {
+    Py_ssize_t next = 0;
+    name = call.name.c_str(), kernel = call.kernel;
+    for (const int column : call.columns) {
+      if (column >= 0) {
+        lists.push_back(&state.columns[column].views);
+        continue;
+      }
+      PyObject* const tensors = PyTuple_GetItem(arguments, next++);
+      if (!tensors) return false;
+      if (!take_list(tensors)) return false;
+    }
+    return take_values(arguments, next);
+  }
+
+  // Adds a list of tensors. False where one is not plain; an exception may be set.
+  bool take_list(PyObject* tensors) {
+    const Py_ssize_t count = PySequence_Size(tensors);
+    if (count < 0) return false;
+    fresh.push_back(std::make_unique<Views>(count));
+    lists.push_back(fresh.back().get());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const Reference tensor(PySequence_GetItem(tensors, i));
+      if (!tensor.get() || !is_plain(tensor.get()) || !read(tensor.get(), (*fresh.back())[i])) return false;
+      if (is_negated(tensor.get(), (*fresh.back())[i])) return false;
+    }
+    return true;
+  }
+
+  bool take_values(PyObject* arguments, Py_ssize_t next) {
+    const Py_ssize_t count = PyTuple_Size(arguments);
+    values.resize(count - next);
+    for (Value& value : values) {
+      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
+      // A number may stand for a tensor of one element.
+      if (!value.view.is_defined) {
+        value.view.data = &value.number, value.view.numel = 1, value.view.dtype = aoti_torch_dtype_float64();
+        value.view.device = torch_abi::Device::cpu();
+        value.view.is_defined = value.view.is_strided = value.view.is_contiguous = value.view.has_memory = true;
+      }
+    }
+    return true;
+  }
+};
+
+// False with an exception set, for what a kernel refuses.
+inline bool run_calls(const std::vector<Given>& given) {
+  std::string error;
+  PyThreadState* const thread = PyEval_SaveThread();
+  try {
+    for (const Given& call : given) {
+      const torch_abi::Shown shown(call.name);
+      Arguments in(call.lists, call.values);
+      call.kernel(in);
+    }
+  } catch (const std::exception& caught) {
+    error = caught.what();
+  }
+  PyEval_RestoreThread(thread);
+  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
+  return error.empty();
+}
+
+// Tells autograd what was written.
+inline bool bump_versions(const State& state) {
+  for (const Call& call : state.calls) {
+    for (const int written : call.written) {
+      const Column& column = state.columns[written];
+      PyObject* const tensors = column.read ? column.read : column.owners;
+      const Reference done(PyObject_CallFunctionObjArgs(torch.increment_version, tensors, nullptr));
+      if (!done.get()) return false;
+    }
+  }
+  return true;
+}
+
+// Takes gradients that no call writes from their parameters.
+inline bool take_grads(const State& state) {
+  for (const Column& column : state.columns) {
+    for (size_t i = 0; column.is_grads() && !column.is_written && i < column.known.size(); ++i) {
+      if (torch.set_grad(torch.grad, PyList_GetItem(column.owners, i), Py_None) != 0) return false;
+    }
+  }
+  return true;
+}
+
+// Returns a Code, or -1 with an exception set. `grads`: for each column of gradients a list in place of those in `.grad`
+// or None; or None for all. `takes`: see `take_grads`.
+inline int run_once(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share, bool takes) {
+  if (!same_groups(state, groups)) return kGroups;
+  if (!same_state(state)) return kState;
+  for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
+    if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return PyErr_Clear(), kNewGradients;
+  }
+  Py_ssize_t next = 0;
+  for (Column& column : state.columns) {
+    if (PyObject* const list = column.is_grads() && grads != Py_None ? PyList_GetItem(grads, next++) : Py_None;
+        list != Py_None) {
+      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.known.size())) return PyErr_Clear(), kGradients;
+      Py_IncRef(column.read = list);
+    }
+    if (const int code = read_column(column)) return code;
+  }
+  if (!may_share && is_shared(state)) return kShared;
+  if (PyList_Size(arguments) != static_cast<Py_ssize_t>(state.calls.size())) {
+    PyErr_SetString(PyExc_TypeError, "a plan takes the arguments of each of its calls");
+    return -1;
+  }
+  std::vector<Given> given(state.calls.size());
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].take(state, state.calls[i], PyList_GetItem(arguments, i))) return PyErr_Occurred() ? -1 : kTensors;
+  }
+  if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return -1;
+  return kRuns;
+}
+
+// run(groups, arguments, grads, may_share, takes): a Code, or the list of the lists of gradients that were read.
+inline PyObject* run(PyObject* self, PyObject* given) {
+  PyObject *groups, *arguments, *grads;
+  int may_share, takes;
+  if (!PyArg_ParseTuple(given, "OOOpp", &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
+  if (!reinterpret_cast<Plan*>(self)->state) return PyLong_FromLong(kBusy);
+  State& state = *reinterpret_cast<Plan*>(self)->state;
+  if (state.is_running) return PyLong_FromLong(kBusy);  // of Python code that runs where an object dies
+  state.is_running = true;
+  const int code = run_once(state, groups, arguments, grads, may_share, takes);
+  PyObject* result = code < 0 ? nullptr : code > 0 ? PyLong_FromLong(code) : PyList_New(0);
+  for (Column& column : state.columns) {
+    if (code == 0 && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
+    Py_CLEAR(column.read);
+  }
+  state.is_running = false;
+  return result;
+}
+
+inline PyObject* is_current(PyObject* self, PyObject* groups) {
+  const State* const state = reinterpret_cast<Plan*>(self)->state;
+  return PyBool_FromLong(state && same_groups(*state, groups));
+}
+
+// Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). Its number, -1 for None, or -2
+// where a plan cannot read it.
+inline int add_column(State& state, PyObject* from) {
+  if (from == Py_None) return -1;
+  const Py_ssize_t size = PyTuple_Check(from) ? PyTuple_Size(from) : 0;
+  Column column{size == 0 ? From::kList : size == 2 ? From::kGrads : From::kEntries,
+                size == 0 ? from : PyTuple_GetItem(from, 0), size == 3 ? PyTuple_GetItem(from, 1) : nullptr};
+  for (size_t i = 0; i < state.columns.size(); ++i) {
+    const Column& other = state.columns[i];
+    if (other.owners == column.owners && other.from == column.from && other.key == column.key) return static_cast<int>(i);
+  }
+  PyObject* const tensors = size == 0 ? from : PyTuple_GetItem(from, size - 1);
+  if (PyList_Size(tensors) != PyList_Size(column.owners)) return -2;
+  for (Py_ssize_t i = 0; i < PyList_Size(tensors); ++i) {
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    View view;
+    if (!is_plain(tensor) || !read(tensor, view) || is_negated(tensor, view)) return -2;
+    if (size == 2 && !is_plain(PyList_GetItem(column.owners, i))) return -2;
+    column.known.push_back(known_of(view));
+  }
+  state.columns.push_back(std::move(column));
+  return static_cast<int>(state.columns.size() - 1);
+}
+
+inline bool add_calls(State& state, PyObject* calls) {
+  for (Py_ssize_t i = 0; i < PyList_Size(calls); ++i) {
+    const char* op;
+    PyObject *columns, *written;
+    if (!PyArg_ParseTuple(PyList_GetItem(calls, i), "sOO", &op, &columns, &written)) return false;
+    Call& call = state.calls.emplace_back();
+    call.name = std::string("ampctx::") + op;
+    for (Py_ssize_t k = 0; k < PyList_Size(columns); ++k) {
+      call.columns.push_back(add_column(state, PyList_GetItem(columns, k)));
+      if (call.columns.back() == -2) return false;
+    }
+    for (Py_ssize_t k = 0; k < PyTuple_Size(written); ++k) {
+      call.written.push_back(call.columns.at(PyLong_AsLong(PyTuple_GetItem(written, k))));
+      state.columns[call.written.back()].is_written = true;
+    }
+    // Columns may be empty, not all of them.
+    for (const int column : call.columns) {
+      if (column < 0 || state.columns[column].known.empty()) continue;
+      call.kernel = kernel_of(op, state.columns[column].known[0].device.type);
+      break;
+    }
+    if (!call.kernel) return false;
+  }
+  return true;
+}
+
+inline int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (State* const state = reinterpret_cast<Plan*>(self)->state) Py_VISIT(state->kept);
+  return 0;
+}
+
+inline int clear(PyObject* self) {
+  // All that it refers to is in `kept`: without that no run is possible, and nobody can call one any more.
+  State* const state = std::exchange(reinterpret_cast<Plan*>(self)->state, nullptr);
+  if (state) Py_CLEAR(state->kept);
+  delete state;
+  return 0;
+}
+
+inline void deallocate(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DecRef(reinterpret_cast<PyObject*>(type));
+}
+
+inline PyTypeObject* type = nullptr;
+
+// marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
+inline PyObject* marks(PyObject*, PyObject* tensors) {
+  const Py_ssize_t count = PyList_Size(tensors);
+  if (count < 0) return nullptr;
+  std::vector<int64_t> found;
+  found.reserve(2 * count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    python_abi::DLTensor view;
+    const Reference version(tensor ? torch.get_version(torch.version, tensor, nullptr) : nullptr);
+    if (!version.get() || !is_plain(tensor) || torch.exchange->view(tensor, &view) != 0) {
+      return PyErr_Clear(), Py_NewRef(Py_None);
+    }
+    found.push_back(PyLong_AsLongLong(version.get()));
+    found.push_back(reinterpret_cast<int64_t>(static_cast<char*>(view.data) + view.byte_offset));
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), 8 * found.size());
+}
+
+// advanced(marks): those of tensors whose versions have gone up by one each.
+inline PyObject* advanced(PyObject*, PyObject* marks) {
+  char* bytes;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(marks, &bytes, &size) != 0) return nullptr;
+  std::vector<int64_t> found(size / 8);
+  std::memcpy(found.data(), bytes, size);
+  for (size_t i = 0; i < found.size(); i += 2) ++found[i];
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), size);
+}
+
+// make_plan(groups, members, mappings, idle, owners, calls): a Plan, or None where a plan cannot make the calls. It keeps
+// the first five; `owners` are those of the columns.
+inline PyObject* make_plan(PyObject*, PyObject* given) {
+  auto state = std::make_unique<State>();
+  PyObject* calls;
+  PyObject* owners;
+  if (!PyArg_ParseTuple(given, "OOOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &owners,
+                        &calls)) {
+    return nullptr;
+  }
+  if (!torch.exchange || !add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  // Without the calls, which have gradients.
+  if (self) state->kept = PyTuple_Pack(5, state->groups, state->members, state->mappings, state->idle, owners);
+  if (!self || !state->kept) return Py_XDECREF(self), nullptr;
+  reinterpret_cast<Plan*>(self)->state = state.release();
+  return self;
+}
+
+// once(op, lists, values): makes one call on plain tensors. Whether it has: the dispatcher has to take others.
+inline PyObject* once(PyObject*, PyObject* arguments) {
+  const char* op;
+  PyObject *lists, *values;
+  if (!PyArg_ParseTuple(arguments, "sOO", &op, &lists, &values)) return nullptr;
+  const std::string name = std::string("ampctx::") + op;
+  std::vector<Given> given(1);
+  given[0].name = name.c_str();
+  for (Py_ssize_t i = 0; torch.exchange && i < PyTuple_Size(lists); ++i) {
+    PyObject* const tensors = PyTuple_GetItem(lists, i);
+    if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) {
+      given[0].lists.push_back(given[0].lists.back());
+    } else if (!given[0].take_list(tensors)) {
+      return PyErr_Clear(), PyBool_FromLong(false);
+    }
+    const Views& views = *given[0].lists.back();
+    if (!given[0].kernel && !views.empty()) given[0].kernel = kernel_of(op, views[0].device.type);
+  }
+  if (!given[0].kernel || !given[0].take_values(values, 0)) return PyErr_Clear(), PyBool_FromLong(false);
+  return run_calls(given) ? PyBool_FromLong(true) : nullptr;
+}
+
+// are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
+inline PyObject* are_uniform(PyObject*, PyObject* lists) {
+  Given given;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
+    PyObject* const tensors = PyTuple_GetItem(lists, i);
+    if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
+    if (!torch.exchange || !given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
+  }
+  const Views& first = *given.lists[0];
+  if (first.empty()) return PyBool_FromLong(false);
+  for (const Views* const views : given.lists) {
+    if (views->size() != first.size()) return PyBool_FromLong(false);
+    for (size_t i = 0; i < views->size(); ++i) {
+      const View& view = (*views)[i];
+      const bool is_as_others = view.dtype == (*views)[0].dtype && view.device == first[0].device;
+      if (!is_as_others || view.numel != first[i].numel || !view.is_contiguous) return PyBool_FromLong(false);
+    }
+  }
+  return PyBool_FromLong(true);
+}
+
+// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types): whether there will be plans.
+inline PyObject* use_python(PyObject*, PyObject* given) {
+  PyObject* capsule;
+  Torch found;
+  if (!PyArg_ParseTuple(given, "OOOOOO", &capsule, &found.grad, &found.version, &found.increment_version, &found.is_neg,
+                        &found.types)) {
+    return nullptr;
+  }
+  found.exchange =
+      static_cast<const python_abi::DLPackExchange*>(PyCapsule_GetPointer(capsule, python_abi::kExchangeCapsule));
+  if (!found.exchange) return nullptr;
+  const auto slot = [](PyObject* descriptor, int number) {
+    const Reference type(PyObject_Type(descriptor));
+    return PyType_GetSlot(reinterpret_cast<PyTypeObject*>(type.get()), number);
+  };
+  found.get_grad = reinterpret_cast<descrgetfunc>(slot(found.grad, Py_tp_descr_get));
+  found.set_grad = reinterpret_cast<descrsetfunc>(slot(found.grad, Py_tp_descr_set));
+  found.get_version = reinterpret_cast<descrgetfunc>(slot(found.version, Py_tp_descr_get));
+  found.params = PyUnicode_InternFromString("params");
+  const bool fits = found.exchange->header.major == 1 && found.exchange->view && found.get_grad && found.set_grad &&
+                    found.get_version;
+  for (PyObject* object : {found.grad, found.version, found.increment_version, found.is_neg, found.types}) {
+    Py_IncRef(object);
+  }
+  if (fits && found.params) torch = found;
+  return PyBool_FromLong(fits);
+}
+
+inline bool make_type() {
+  static PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr}, {"is_current", is_current, METH_O, nullptr}, {}};
+  static PyType_Slot slots[] = {{Py_tp_methods, methods},
+                                {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"ampctx._ops.Plan", sizeof(Plan), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  return (type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec)));
+}
+
+}  // namespace plan
+}  // namespace ampctx
