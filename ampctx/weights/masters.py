@@ -270,9 +270,8 @@ class MasterParams:
                 )
 
     def nothing_changed(self, optimizer: Any) -> bool:
-        """Whether groups, dtypes and devices are as before, and no parameter has a gradient. False if that is not known.
-
-        Not whether somebody has written weights: the step and the next forward look at that."""
+        """Whether groups, dtypes and devices are as before, and no parameter has a gradient, as far as that is known.
+        What somebody has written the step and the next forward see."""
         if self.unsure or self.ahead or self._frozen or not self._kinds or self._held is None:
             return False
         groups, number = optimizer.param_groups, self._held.number
