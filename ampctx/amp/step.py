@@ -149,7 +149,7 @@ class OptimizerBinding:
         if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
-        self._catch_up(weights_final=True, gradients=is_idle)
+        self._catch_up(weights_final=True, gradients=is_idle, before_step=True)
         self.left_grads.block_begins(self.masters.params_without_master, is_idle)
         self.masters.check()
         self.gradients.enter(scale, inv_scale)

@@ -203,6 +203,7 @@ class MasterParams:
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
         self._members = _members_of(optimizer)
+        self._kinds: Any = None  # of the leaves, at the last check
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -269,6 +270,9 @@ class MasterParams:
         Raises:
             AmpError: a weight was converted or moved since it was added.
         """
+        kinds = list(map(dtype_of, self.leaves)), list(map(Tensor.get_device, self.leaves))
+        if kinds == self._kinds:
+            return
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
         params, masters = self.params_with_master, self.masters
         moved = list(map(Tensor.get_device, params)) != list(map(Tensor.get_device, masters))
@@ -289,6 +293,7 @@ class MasterParams:
                         f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
                         'weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
                     )
+        self._kinds = kinds
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
         """The dtype of the optimizer's state: at least fp32 for the optimizers of ampctx."""
