@@ -59,7 +59,8 @@ class StepPlan:
 
     def __init__(self, plan: Plan, optimizer: Any, works: list[Work], scaling: Scaling) -> None:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
-        self._works = [work._replace(lists={**work.lists, "grads": []}) for work in works]
+        # Without tensors: the plan has those that it keeps.
+        self._works = [work._replace(lists=dict.fromkeys(work.lists, [])) for work in works]
         # Whether ops are given the norm of all gradients.
         self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
         self._options = _options_of(optimizer)
@@ -84,14 +85,17 @@ class StepPlan:
             grads = self._grads_of(pending)
             if grads is None:
                 return False
-        norm = self._norm(optimizer, scaling, grads) if self._has_norm else None
-        with ops.noted(make=False) as calls:
-            for work in self._works:
-                optimizer._launch(work, scaling, norm)
-        given = [(call.lists[-1], *call.others) for call in calls]
-        if self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is None:
-            if scaling.skips is not None:
+        norm, has_run = self._norm(optimizer, scaling, grads) if self._has_norm else None, False
+        try:
+            with ops.noted(make=False) as calls:
+                for work in self._works:
+                    optimizer._launch(work, scaling, norm)
+            given = [(call.lists[-1], *call.others) for call in calls]
+            has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
+        finally:
+            if not has_run and scaling.skips is not None:
                 scaling.skips.is_taken = False
+        if not has_run:
             return False
         if self._followed:
             self._versions = list(map(version_of, self._followed))

@@ -243,9 +243,7 @@ class Frames:
         # Not views into memory that other code may write to before the step.
         if may_wait and self._masters.have_no_grads() and all(map(_fills_its_storage, given)):
             last = not self._masters.params_without_master
-            total, norms = foreach.unscale_l2norms_of(given, found_inf, factor, last)
-            again, found_inf.norm_again = found_inf.norm_again, None
-            return params, [], {}, Pending(masters, place, given, factor, total, norms, again)
+            return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []

@@ -16,7 +16,7 @@ from torch import nn
 
 import ampctx
 from ampctx.foreach import FoundInf
-from ampctx.kernels import definitions, steps
+from ampctx.kernels import definitions, ops, plan
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 from ampctx.weights.pending import MasterParam, Pending, Place
 from ampctx.weights.step import Step
@@ -39,7 +39,9 @@ def plain_torch():
 @pytest.fixture(params=["compiled", "reference"])
 def backend(request, monkeypatch):
     if request.param == "reference":
-        monkeypatch.setattr(steps, "_ops", request.getfixturevalue("plain_torch"))
+        monkeypatch.setattr(ops, "_ops", request.getfixturevalue("plain_torch"))
+        monkeypatch.setattr(ops, "PLANS", False)
+        monkeypatch.setattr(plan, "PLANS", False)
 
 
 def scaled(scaler_type=ampctx.GradScaler, scale=64.0):
@@ -231,7 +233,7 @@ def test_gradients_that_amp_keeps_for_masters_stay_as_they_are():
     grads = {m: g * 256 for m, g in zip(masters[1:], gradients(models, 0)[1:], strict=True)}
     kept = [g.clone() for g in grads.values()]
     masters[0].grad = torch.full_like(masters[0], 8.0)
-    place.pending = pending = Pending(list(grads), place, list(grads.values()), 1 / 64, FoundInf())
+    place.pending = pending = Pending.checked(list(grads), place, list(grads.values()), 1 / 64, FoundInf())
     optimizer.grad_scale = torch.tensor(4.0)
     for _ in range(2):
         optimizer.step(given=Step(pending=pending))

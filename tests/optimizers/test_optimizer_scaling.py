@@ -215,7 +215,7 @@ def amp_masters(dtype):
 def pending_of(grads, inv_scale=1.0):
     """Gradients that wait for the step, by master."""
     place = next(iter(grads)).place
-    place.pending = Pending(list(grads), place, list(grads.values()), inv_scale, FoundInf())
+    place.pending = Pending.checked(list(grads), place, list(grads.values()), inv_scale, FoundInf())
     return place.pending
 
 
