@@ -71,10 +71,14 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 // Null in a torch without CUDA.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 // A range of torch's profiler. Null in a torch without them.
+struct IValueMapOpaque;
+struct C10IValueOpaque;
 struct AtenRecordFunctionOpaque;
-__attribute__((weak)) AOTITorchError aoti_record_function_start(const char* name, void* kwargs, const void* inputs,
-                                                                uint64_t count, AtenRecordFunctionOpaque** range);
-__attribute__((weak)) AOTITorchError aoti_record_function_end(AtenRecordFunctionOpaque* range);
+using AtenRecordFunctionHandle = AtenRecordFunctionOpaque*;
+__attribute__((weak)) AOTITorchError aoti_record_function_start(const char* name, IValueMapOpaque* kwargs,
+                                                                C10IValueOpaque* const* inputs, uint64_t count,
+                                                                AtenRecordFunctionHandle* range);
+__attribute__((weak)) AOTITorchError aoti_record_function_end(AtenRecordFunctionHandle range);
 // Null before torch 2.13. The message of the latest exception in this thread.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
@@ -268,7 +272,7 @@ class Shown {
   }
 
  private:
-  AtenRecordFunctionOpaque* range_ = nullptr;
+  AtenRecordFunctionHandle range_ = nullptr;
 };
 
 // torch's own thread pool. The body must not throw.

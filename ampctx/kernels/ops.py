@@ -53,7 +53,7 @@ def _number(value: float) -> Tensor:
 _kept_number = lru_cache(maxsize=64)(_number)
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One call of an op: its name, its lists, and its other arguments."""
 
     op: str
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 class _Calls(threading.local):
     """The calls that are being noted in this thread, and whether they are also made."""
 
-    noted: list[Call] | None = None
+    noted: list[OpCall] | None = None
     are_made = True
 
 
@@ -72,7 +72,7 @@ _calls = _Calls()
 
 
 @contextmanager
-def noted(make: bool = True) -> Iterator[list[Call]]:
+def noted(make: bool = True) -> Iterator[list[OpCall]]:
     """Notes the calls of ops in this thread, for plans. ``make``: make them, too."""
     if torch.compiler.is_compiling():  # no plan is made in a graph
         yield []
@@ -102,7 +102,7 @@ def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any, results: Any = None) -> Any:
     """Calls an op of ``torch.ops.ampctx``. ``results``: makes the tensors that its results may go into."""
     if not torch.compiler.is_compiling() and _calls.noted is not None:
-        _calls.noted.append(Call(name, lists, others))
+        _calls.noted.append(OpCall(name, lists, others))
         if not _calls.are_made:
             return None
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
-from ampctx.kernels.ops import Call
+from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
@@ -15,7 +15,7 @@ from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
 
 
-def step_plan(optimizer: Any, works: list[Work], calls: list[Call], scaling: Scaling) -> StepPlan | None:
+def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: Scaling) -> StepPlan | None:
     """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: DTensors,
     copies of gradients, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
     if len(calls) != len(works) or not all(work.fused and not work.sharded and not work.relaid for work in works):
@@ -33,7 +33,7 @@ def step_plan(optimizer: Any, works: list[Work], calls: list[Call], scaling: Sca
     return None if plan is None else StepPlan(plan, optimizer, works, scaling)
 
 
-def _planned(optimizer: Any, work: Work, call: Call) -> PlannedCall:
+def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
     names = SPECS[optimizer._op_of(work.group)].lists
     forms = optimizer._forms(work.group, work.kind[2])
     keys = {**forms.sized, **optimizer._one_element, **forms.scales}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import FoundInf, PerDevice
-from ampctx.kernels.ops import Call
+from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Plan, PlannedCall, make_plan
 from ampctx.kernels.tensor_loops import same_items
 from ampctx.weights.masters import MasterParams
@@ -23,7 +23,7 @@ _UPDATE = "_and_update"
 
 
 def frame_plan(
-    masters: MasterParams, calls: list[Call], grads: list[Tensor | None], made: Pending | None
+    masters: MasterParams, calls: list[OpCall], grads: list[Tensor | None], made: Pending | None
 ) -> FramePlan | None:
     """The plan of ``calls``, made on the ``grads`` of the leaves, in their order. ``made``: the pending gradients that
     came of them."""

@@ -15,6 +15,7 @@ import warnings
 import pytest
 import torch
 from backends import EMULATED, PLAIN_OPS, Backend, right_call
+from emulation_build import module_of
 from optimizer_calls import STEP_OPS, make_call
 
 from ampctx._errors import ExtensionError
@@ -40,7 +41,7 @@ def late(emulation):
             return problems
 
         def register(name):
-            assert emulation.ampctx_register_emulated(name.encode()) == 0
+            assert module_of(emulation._name).register("cpu", name) == 0
 
         kernels = LateKernels(namespace, "cpu", ask, register, definitions.define, required)
         found = Extension(True, ("cpu",), late=kernels)
@@ -193,8 +194,9 @@ from ampctx.kernels import definitions
 from ampctx.kernels.extension import Extension, LateKernels
 from pathlib import Path
 import ctypes
+from emulation_build import module_of
 library = ctypes.CDLL(sys.argv[1])
-register = lambda name: library.ampctx_register_emulated(name.encode())
+register = lambda name: module_of(sys.argv[1]).register("cpu", name)
 problems = lambda: {torch.device("cpu"): ""}
 found = Extension(True, ("cpu",), late=LateKernels("late", "cpu", problems, register, definitions.define))
 defined = definitions.define("late", lambda: found)
