@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import ampctx
 from ampctx import AmpError
 from ampctx.kernels import ops
+from ampctx.kernels.plan import Plan
 
 PACKAGE = str(Path(ampctx.__file__).parent)
 
@@ -84,7 +85,7 @@ def fault_at_line(place: Place) -> Iterator[None]:
 
 @contextmanager
 def kernel_calls(on_call: Callable[[int, str], None]) -> Iterator[None]:
-    """Calls ``on_call(number, kernel)`` before each kernel runs: ``number`` counts up from 1."""
+    """Calls ``on_call(number, kernel)`` before each kernel or plan runs: ``number`` counts up from 1."""
     count = 0
     originals = {name: getattr(ops, name) for name in KERNELS}
 
@@ -99,9 +100,12 @@ def kernel_calls(on_call: Callable[[int, str], None]) -> Iterator[None]:
 
     for name in KERNELS:
         setattr(ops, name, counted(name))
+    originals["run"] = Plan.run
+    Plan.run = counted("run")
     try:
         yield
     finally:
+        Plan.run = originals.pop("run")
         for name, original in originals.items():
             setattr(ops, name, original)
 

@@ -73,7 +73,8 @@ class StepPlan:
         """Makes the step. False if something is not as it was: nothing has changed then. No host sync."""
         pending = scaling.pending
         if (
-            optimizer.state is not self._state
+            ops.is_watched()
+            or optimizer.state is not self._state
             or scaling.models is not self._models
             or scaling.unscales is not self._unscales
             or self._options != _options_of(optimizer)

@@ -326,6 +326,8 @@ class MasterParams:
             of_weights = marks(self.params_with_master)
             # Reading the versions of masters takes longer. Where the step has written each weight, it has each master.
             known = by_step and of_weights == advanced(self._agreed[0])
+            if by_step and not known:
+                return self.copy_to_model()  # others may have been edited before
             self._agreed = of_weights, advanced(self._agreed[1]) if known else marks(self.masters)
             self.ahead = False
 
