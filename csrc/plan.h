@@ -522,28 +522,6 @@ inline PyObject* make_plan(PyObject*, PyObject* given) {
   return self;
 }
 
-// once(op, lists, values): makes one call on plain tensors. Whether it has: the dispatcher has to take others.
-inline PyObject* once(PyObject*, PyObject* arguments) {
-  const char* op;
-  PyObject *lists, *values;
-  if (!PyArg_ParseTuple(arguments, "sOO", &op, &lists, &values)) return nullptr;
-  const std::string name = std::string("ampctx::") + op;
-  std::vector<Given> given(1);
-  given[0].name = name.c_str();
-  for (Py_ssize_t i = 0; torch.exchange && i < PyTuple_Size(lists); ++i) {
-    PyObject* const tensors = PyTuple_GetItem(lists, i);
-    if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) {
-      given[0].lists.push_back(given[0].lists.back());
-    } else if (!given[0].take_list(tensors)) {
-      return PyErr_Clear(), PyBool_FromLong(false);
-    }
-    const Views& views = *given[0].lists.back();
-    if (!given[0].kernel && !views.empty()) given[0].kernel = kernel_of(op, views[0].device.type);
-  }
-  if (!given[0].kernel || !given[0].take_values(values, 0)) return PyErr_Clear(), PyBool_FromLong(false);
-  return run_calls(given) ? PyBool_FromLong(true) : nullptr;
-}
-
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
 inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   Given given;

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,17 +99,13 @@ def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     return bool(extension.library.are_uniform(lists))
 
 
-def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any, results: Any = None) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. ``results``: makes the tensors that its results may go into."""
+def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
+    """Calls an op of ``torch.ops.ampctx``."""
     if not torch.compiler.is_compiling() and _calls.noted is not None:
         _calls.noted.append(OpCall(name, lists, others))
         if not _calls.are_made:
             return None
     try:
-        if lists and len(lists[0]) and is_direct(lists[0][0].device.type):
-            into = () if results is None else results()
-            if extension.library.once(name, lists, (*others, *into)):
-                return into
         return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
@@ -208,12 +204,6 @@ def multi_tensor_axpby(
     wrote(out)
 
 
-def _norms(tensors: Sequence[Tensor], per_tensor: bool, again: bool = False) -> tuple[Tensor, ...]:
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    sizes = [(), len(tensors) if per_tensor else 0, *([()] if again else [])]
-    return tuple(torch.empty(size, dtype=dtype, device=tensors[0].device) for size in sizes)
-
-
 def multi_tensor_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -225,8 +215,7 @@ def multi_tensor_l2norm(
     Returns:
         The total norm, 0-d, and one norm per tensor (none without ``per_tensor``). Both are fp32 (fp64 for fp64 input).
     """
-    results = partial(_norms, tensors, per_tensor)
-    return call("multi_tensor_l2norm", (tensors,), found_inf, per_tensor, results=results)
+    return call("multi_tensor_l2norm", (tensors,), found_inf, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
@@ -241,10 +230,7 @@ def multi_tensor_unscale_l2norm(
     ``update``: as for ``multi_tensor_scale``.
     """
     if update is None:
-        results = partial(_norms, tensors, per_tensor)
-        return call(
-            "multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor, results=results
-        )
+        return call("multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor)
     return unscale_l2norm_and_update(tensors, found_inf, inv_scale, per_tensor, update)[:2]
 
 
@@ -253,8 +239,7 @@ def unscale_l2norm_and_update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``multi_tensor_unscale_l2norm`` with an update, and its total norm again, in memory of its own. No host sync."""
     op = "multi_tensor_unscale_l2norm_and_update"
-    results = partial(_norms, tensors, per_tensor, True)
-    norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update, results=results)
+    norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update)
     wrote(update[:3])
     return norms
 

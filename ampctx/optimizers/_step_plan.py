@@ -60,7 +60,7 @@ class StepPlan:
     def __init__(self, plan: Plan, optimizer: Any, works: list[Work], scaling: Scaling) -> None:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
         # Without tensors: the plan has those that it keeps.
-        self._works = [work._replace(lists=dict.fromkeys(work.lists, [])) for work in works]
+        self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
         # Whether ops are given the norm of all gradients.
         self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
         self._options = _options_of(optimizer)

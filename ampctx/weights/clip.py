@@ -15,8 +15,9 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
+from ampctx.kernels.plan import PlannedCall, make_plan
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
+from ampctx.kernels.tensor_loops import device_of, dtype_of, set_each, stored_grad
 from ampctx.weights import masters, waiting
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
@@ -150,6 +151,12 @@ def _clip(
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
+    if (
+        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
+        and order == 2.0
+        and (norm := _clipped_by_plan(found, max_norm)) is not None
+    ):
+        return norm
     touched = _without(pending, found)
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
     grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
@@ -170,6 +177,26 @@ def _clip(
             set_each(grads, "norm_before_clipping", norm)
     for each in pending:
         each.clip(norm, max_norm)
+    return norm
+
+
+def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
+    """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
+    own = [(p, grad) for p in params if (grad := stored_grad(p)) is not None and grad.numel()]
+    if not own or set(map(dtype_of, (grad for _, grad in own))) != {torch.float32}:
+        return None
+    column = [p for p, _ in own], [grad for _, grad in own]
+    calls = [
+        PlannedCall("multi_tensor_unscale_l2norm", [column], ()),
+        PlannedCall("multi_tensor_scale_clipped", [column, column], (1,)),
+    ]
+    if (plan := make_plan([], calls)) is None:
+        return None
+    norm, each, flag = (torch.empty(size, device=own[0][1].device) for size in ((), 0, ()))
+    grads = plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False)
+    if grads is None:
+        return None
+    set_each(grads[0], "norm_before_clipping", norm)
     return norm
 
 
