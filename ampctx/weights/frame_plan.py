@@ -5,6 +5,7 @@ It serves one open block without gradients from before, on one device. Anything 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,5 +96,5 @@ class FramePlan:
         if self._masters is None:
             return True, None
         total, each, *again = norms
-        checked = [(range(len(self._masters)), each)]
+        checked: list[tuple[Sequence[int], Tensor]] = [(range(len(self._masters)), each)]
         return True, Pending(self._masters, self._place, grads[0], factor, total, checked, *again)

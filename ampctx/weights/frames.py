@@ -145,7 +145,7 @@ class Frames:
         nested = len(self.frames) > 1
         factor = frame.inv_scale if inv_scale is None else inv_scale
         base = self.frames[0].stash
-        is_usual = not (nested or base or frame.is_window or done is not None) and isinstance(factor, PerDevice)
+        is_usual = isinstance(factor, PerDevice) and not (nested or base or frame.is_window or done is not None)
         if is_usual and self._plan is not None and self._left_by_plan(self._plan, factor, found_inf):
             return
         before, self._plan = [p.grad for p in self._masters.leaves] if is_usual else [], None
@@ -154,7 +154,7 @@ class Frames:
         if is_usual and calls:
             self._plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
 
-    def _left_by_plan(self, plan: FramePlan, factor: PerDevice, found_inf: FoundInf) -> bool:
+    def _left_by_plan(self, plan: FramePlan, factor: Any, found_inf: FoundInf) -> bool:
         place = self._masters.place
         if plan.leaves is not self._masters.leaves or place.pending is not None or not self._masters.have_no_grads():
             return False

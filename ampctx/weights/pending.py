@@ -227,7 +227,8 @@ def clear_grads(params: list[Tensor]) -> None:
             pending.drop()
         else:
             pending.place.materialize()
-    for kind in set(map(type, params)):
+    kinds: set[Any] = set(map(type, params))
+    for kind in kinds:
         if kind is not MasterParam and kind.grad is not _GRAD:
             return tensor_loops.clear_grads(params)
     deque(map(_GRAD.__set__, params, repeat(None)), maxlen=0)  # past the property of masters
