@@ -275,8 +275,7 @@ class MasterParams:
         if self.unsure or self.ahead or self._frozen or not self._kinds or self._held is None:
             return False
         groups, number = optimizer.param_groups, self._held.number
-        unchanged = tensor_loops.nothing_changed(groups, self._members, number, self._kinds, self.leaves)
-        return bool(unchanged)
+        return bool(tensor_loops.nothing_changed(groups, self._members, number, self._kinds, self.leaves))
 
     def _handle(self) -> HeldTensors | None:
         """A handle for all parameters and masters, those of ``_both`` first. None if the library cannot hold them."""
