@@ -397,9 +397,9 @@ class OptimizerBinding:
 
     def _take_back(self, former: dict[str, Any]) -> None:
         """Removes what ``offer`` has set, and puts ``former`` back."""
-        self.given = Step()
-        vars(self.optimizer).pop("found_inf", None)
-        vars(self.optimizer).update(former)
+        self.given, own = Step(), vars(self._optimizer())
+        own.pop("found_inf", None)
+        own.update(former)
 
     def skip(self, losses: Overflowed) -> None:
         """Skips a step, and records it."""

@@ -71,7 +71,8 @@ def taken_inv_scale(optimizer: Any) -> Factor:
         return 1.0
     if not isinstance(scale, Tensor):
         return 1.0 / scale
-    check_one_element("grad_scale", scale)
+    if scale.numel() != 1:
+        check_one_element("grad_scale", scale)
     return PerDevice(scale.float().reciprocal())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError
 from ampctx.kernels.reference import is_dense, same_layout
+from ampctx.weights.step import declares
 
 
 @functools.cache
@@ -28,9 +29,7 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """
     flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
-    # A wrapper that forwards unknown names would give the flag of the optimizer inside.
-    is_own = flag in vars(optimizer) or hasattr(type(optimizer), flag)
-    if not (is_own and getattr(optimizer, flag)):
+    if not declares(optimizer, flag):
         return False
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
     if hasattr(type(inner), flag):
