@@ -158,7 +158,8 @@ void multi_tensor_l2norm(Arguments& in) {
   const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.norms_workspace(lists, 1);
-  void *const norm = in.result(op, nullptr, dtype, call.device), *const each = in.result(op, &norms, dtype, call.device);
+  void *const norm = in.result(op, nullptr, dtype, call.device), *const each =
+                                                                     in.result(op, &norms, dtype, call.device);
   void* const again = updates ? in.result(op, nullptr, dtype, call.device) : nullptr;
   const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
   backend.l2norm(scope.context, lists, flag, factor, {norm, again, norms ? each : nullptr, workspace.mutable_data()},
@@ -213,8 +214,8 @@ void count_skip(Arguments& in) {
 
 struct Op {
   const char* name;
-  Kernel kernel;                                         // for plans
-  void (*boxed)(StableIValue*, uint64_t, uint64_t);      // for the dispatcher
+  Kernel kernel;                                     // for plans
+  void (*boxed)(StableIValue*, uint64_t, uint64_t);  // for the dispatcher
 };
 
 template <Kernel kernel>
@@ -240,8 +241,8 @@ const std::vector<Op>& ops_of() {
       op_of<block_factors<backend>>("block_factors"),
       op_of<count_skip<backend>>("count_skip"),
       op_of<multi_tensor_larc<backend>>("multi_tensor_larc"),
-#define AMPCTX_STEP_OP(op, Options, backend)                                                \
-  op_of<step_op<backend, false, Options, &Backend::op>>(StepOp<Options>::name),             \
+#define AMPCTX_STEP_OP(op, Options, backend)                                    \
+  op_of<step_op<backend, false, Options, &Backend::op>>(StepOp<Options>::name), \
       op_of<step_op<backend, true, Options, &Backend::op>>(StepOp<Options>::unscaling_name),
       AMPCTX_STEP_OPS(AMPCTX_STEP_OP, backend)
 #undef AMPCTX_STEP_OP
@@ -307,10 +308,12 @@ PyObject* build_info(PyObject*, PyObject*) {
 #ifdef AMPCTX_CUDA_EMULATION
   const std::string simd = "], \"simd\": [], \"simd_used\": \"\"}";
 #else
-  const std::string simd = std::string("], \"simd\": [") + cpu::simd_built() + "], \"simd_used\": \"" + cpu::simd_used() + "\"}";
+  const std::string simd =
+      std::string("], \"simd\": [") + cpu::simd_built() + "], \"simd_used\": \"" + cpu::simd_used() + "\"}";
 #endif
   const std::string info = "{\"compiler\": \"" AMPCTX_COMPILER "\", \"source\": \"" AMPCTX_SOURCE
-                           "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "" + simd;
+                           "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "" +
+                           simd;
   return PyUnicode_FromString(info.c_str());
 }
 
@@ -321,6 +324,8 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},
                            {"advanced", plan::advanced, METH_O, nullptr},
+                           {"have_no_grads", plan::have_no_grads, METH_O, nullptr},
+                           {"have_members", plan::have_members, METH_VARARGS, nullptr},
                            {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

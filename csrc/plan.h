@@ -1,8 +1,9 @@
 // A plan: the op calls that plain Python code has just made, to make again with new gradients and numbers.
 //
-// It compares what the calls came from (param groups, dicts of state, gradients, addresses, types and layouts) with what
-// was there then, reads everything before anything is written, and calls the kernels without torch's dispatcher. Where
-// something is not as it was, it returns a code, nothing has been written, and the plain code runs and makes a new plan.
+// It compares what the calls came from (param groups, dicts of state, gradients, addresses, types and layouts) with
+// what was there then, reads everything before anything is written, and calls the kernels without torch's dispatcher.
+// Where something is not as it was, it returns a code, nothing has been written, and the plain code runs and makes a
+// new plan.
 //
 // It knows tensors as Python objects alone, and reads them through torch's DLPack exchange, and gradients through the
 // descriptor Tensor.grad. The functions hold the GIL, except while kernels run.
@@ -25,7 +26,16 @@ namespace plan {
 using python_abi::Reference;
 
 // What a plan returns where it does not run. ampctx/kernels/plan.py names them.
-enum Code { kRuns = 0, kGroups = 1, kState = 2, kNewGradients = 3, kGradients = 4, kTensors = 5, kShared = 6, kBusy = 7 };
+enum Code {
+  kRuns = 0,
+  kGroups = 1,
+  kState = 2,
+  kNewGradients = 3,
+  kGradients = 4,
+  kTensors = 5,
+  kShared = 6,
+  kBusy = 7
+};
 
 // Given by use_python(), and kept for good.
 struct Torch {
@@ -96,13 +106,11 @@ inline uint64_t layout_number(const View& view) {
   return number | 1;
 }
 
-// What must be as it was.
+// Of a tensor, besides its view. Where torch and Python keep it is never read: a loop over many small tensors waits for
+// memory most of all, and these lines are fetched ahead.
 struct Known {
-  void* data;
-  int64_t numel;
   uint64_t layout;
-  int32_t dtype;
-  torch_abi::Device device;
+  const void *object, *storage;
 };
 
 // Where the tensors of an op's list come from: a list of them, the gradients of parameters, or an entry of each of some
@@ -113,8 +121,8 @@ struct Column {
   From from;
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
   bool is_written = false;
+  Views views{};  // as they were in the last run
   std::vector<Known> known{};
-  Views views{};
   PyObject* read = nullptr;  // the gradients or entries of this run, kept for it
 
   bool is_grads() const { return from == From::kGrads; }
@@ -136,9 +144,15 @@ struct State {
 };
 
 struct Plan {
-  PyObject_HEAD
-  State* state;
+  PyObject_HEAD State* state;
 };
+
+// A loop over many small tensors waits for memory most of all.
+constexpr Py_ssize_t kAhead = 8;
+
+inline void prefetch_item(PyObject* list, Py_ssize_t i) {
+  if (i + kAhead < PyList_Size(list)) __builtin_prefetch(PyList_GetItem(list, i + kAhead));
+}
 
 inline bool same_items(PyObject* items, PyObject* others) {
   const Py_ssize_t count = PyList_Size(others);
@@ -149,12 +163,13 @@ inline bool same_items(PyObject* items, PyObject* others) {
   return true;
 }
 
-// Whether the param groups hold the same parameters in the same groups, in order.
-inline bool same_groups(const State& state, PyObject* groups) {
-  if (!same_items(groups, state.groups)) return false;
-  for (Py_ssize_t i = 0; i < PyList_Size(state.groups); ++i) {
-    PyObject* const params = PyDict_GetItemWithError(PyList_GetItem(state.groups, i), torch.params);
-    if (!params || !same_items(params, PyList_GetItem(state.members, i))) return PyErr_Clear(), false;
+// Whether each of the param groups holds these members, in order.
+inline bool same_members(PyObject* groups, PyObject* members) {
+  const Py_ssize_t count = PyList_Size(members);
+  if (PyList_Size(groups) != count) return PyErr_Clear(), false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const params = PyDict_GetItemWithError(PyList_GetItem(groups, i), torch.params);
+    if (!params || !same_items(params, PyList_GetItem(members, i))) return PyErr_Clear(), false;
   }
   return true;
 }
@@ -175,48 +190,62 @@ inline bool same_state(const State& state) {
 
 inline Reference grad_of(PyObject* param) { return Reference(torch.get_grad(torch.grad, param, nullptr)); }
 
-// Torch negates such a tensor as it reads it, which DLPack does not tell. It is the imaginary part of a conjugated tensor,
-// which has real parts in between: contiguous are those of one element alone.
+// Torch negates such a tensor as it reads it, which DLPack does not tell. It is the imaginary part of a conjugated
+// tensor, which has real parts in between: contiguous are those of one element alone, and these follow their real part.
 inline bool is_negated(PyObject* tensor, const View& view) {
-  if (view.is_contiguous && view.numel > 1) return false;
+  if (view.is_contiguous && (view.numel > 1 || reinterpret_cast<uintptr_t>(view.data) % 64 == 0)) return false;
   const Reference answer(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr));
   if (!answer.get()) PyErr_Clear();
   return answer.get() != Py_False;
 }
 
-inline Known known_of(const View& view) {
-  return {view.data, view.numel, layout_number(view), view.dtype, view.device};
+inline const void* storage_of(PyObject* tensor) {
+  const Reference storage(PyObject_CallMethod(tensor, "untyped_storage", nullptr));
+  const Reference address(storage.get() ? PyObject_GetAttrString(storage.get(), "_cdata") : nullptr);
+  const void* const found = address.get() ? PyLong_AsVoidPtr(address.get()) : nullptr;
+  return PyErr_Clear(), found;
 }
 
-inline bool is_as_before(const View& view, const Known& known, bool at_same_place) {
-  return view.numel == known.numel && view.dtype == known.dtype && view.device == known.device &&
-         layout_number(view) == known.layout && (!at_same_place || view.data == known.data);
+inline void prefetch(const View& view, const Known& known) {
+  const auto* const sizes = reinterpret_cast<const char*>(view.layout.sizes);
+  const auto* const storage = static_cast<const char*>(known.storage);
+  for (const void* line : {known.object, static_cast<const void*>(sizes - 64), static_cast<const void*>(sizes),
+                           static_cast<const void*>(storage), static_cast<const void*>(storage + 64)}) {
+    __builtin_prefetch(line);
+  }
 }
 
 // The code for tensor `i` of the column.
 inline int read_tensor(Column& column, size_t i, PyObject* tensor) {
-  View& view = column.views[i];
+  View view, &former = column.views[i];
   const bool is_new = column.is_grads();
   const int code = is_new ? kGradients : kTensors;
   if (!tensor || (column.from != From::kList && !is_plain(tensor)) || !read(tensor, view)) return PyErr_Clear(), code;
-  if (!is_as_before(view, column.known[i], !is_new) || (is_new && is_negated(tensor, view))) return code;
+  if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
+      layout_number(view) != column.known[i].layout) {
+    return code;
+  }
+  if (is_new ? is_negated(tensor, view) : view.data != former.data) return code;
+  former = view;
   return kRuns;
 }
 
 inline int read_column(Column& column) {
   const size_t count = column.known.size();
-  column.views.resize(count);
   const bool is_given = column.read != nullptr, collects = !is_given && column.from != From::kList;
-  if (collects && !(column.read = PyList_New(0))) return -1;
+  if (collects && !(column.read = PyList_New(count))) return -1;
   for (size_t i = 0; i < count; ++i) {
-    PyObject* const owner = PyList_GetItem(is_given ? column.read : column.owners, i);
+    PyObject* const list = is_given ? column.read : column.owners;
+    prefetch_item(list, i);
+    if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.known[i + kAhead]);
+    PyObject* const owner = PyList_GetItem(list, i);
     if (!owner) return PyErr_Clear(), kTensors;
     const Reference grad(!is_given && column.is_grads() ? torch.get_grad(torch.grad, owner, nullptr) : nullptr);
-    PyObject* const tensor = grad.get()                       ? grad.get()
+    PyObject* const tensor = grad.get()                      ? grad.get()
                              : column.from == From::kEntries ? PyDict_GetItemWithError(owner, column.key)
-                                                              : owner;
+                                                             : owner;
     if (const int code = read_tensor(column, i, tensor)) return code;
-    if (collects && PyList_Append(column.read, tensor) != 0) return -1;
+    if (collects) PyList_SetItem(column.read, i, Py_NewRef(tensor));
   }
   return kRuns;
 }
@@ -345,10 +374,10 @@ inline bool take_grads(const State& state) {
   return true;
 }
 
-// Returns a Code, or -1 with an exception set. `grads`: for each column of gradients a list in place of those in `.grad`
-// or None; or None for all. `takes`: see `take_grads`.
+// Returns a Code, or -1 with an exception set. `grads`: for each column of gradients a list in place of those in
+// `.grad` or None; or None for all. `takes`: see `take_grads`.
 inline int run_once(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share, bool takes) {
-  if (!same_groups(state, groups)) return kGroups;
+  if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kGroups;
   if (!same_state(state)) return kState;
   for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
     if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return PyErr_Clear(), kNewGradients;
@@ -394,21 +423,19 @@ inline PyObject* run(PyObject* self, PyObject* given) {
   return result;
 }
 
-inline PyObject* is_current(PyObject* self, PyObject* groups) {
-  const State* const state = reinterpret_cast<Plan*>(self)->state;
-  return PyBool_FromLong(state && same_groups(*state, groups));
-}
-
-// Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). Its number, -1 for None, or -2
-// where a plan cannot read it.
+// Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). Its number, -1 for None, or
+// -2 where a plan cannot read it.
 inline int add_column(State& state, PyObject* from) {
   if (from == Py_None) return -1;
   const Py_ssize_t size = PyTuple_Check(from) ? PyTuple_Size(from) : 0;
-  Column column{size == 0 ? From::kList : size == 2 ? From::kGrads : From::kEntries,
+  Column column{size == 0   ? From::kList
+                : size == 2 ? From::kGrads
+                            : From::kEntries,
                 size == 0 ? from : PyTuple_GetItem(from, 0), size == 3 ? PyTuple_GetItem(from, 1) : nullptr};
   for (size_t i = 0; i < state.columns.size(); ++i) {
     const Column& other = state.columns[i];
-    if (other.owners == column.owners && other.from == column.from && other.key == column.key) return static_cast<int>(i);
+    if (other.owners == column.owners && other.from == column.from && other.key == column.key)
+      return static_cast<int>(i);
   }
   PyObject* const tensors = size == 0 ? from : PyTuple_GetItem(from, size - 1);
   if (PyList_Size(tensors) != PyList_Size(column.owners)) return -2;
@@ -417,7 +444,9 @@ inline int add_column(State& state, PyObject* from) {
     View view;
     if (!is_plain(tensor) || !read(tensor, view) || is_negated(tensor, view)) return -2;
     if (size == 2 && !is_plain(PyList_GetItem(column.owners, i))) return -2;
-    column.known.push_back(known_of(view));
+    column.views.push_back(view);
+    // Gradients are others at each run.
+    column.known.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor)});
   }
   state.columns.push_back(std::move(column));
   return static_cast<int>(state.columns.size() - 1);
@@ -440,8 +469,8 @@ inline bool add_calls(State& state, PyObject* calls) {
     }
     // Columns may be empty, not all of them.
     for (const int column : call.columns) {
-      if (column < 0 || state.columns[column].known.empty()) continue;
-      call.kernel = kernel_of(op, state.columns[column].known[0].device.type);
+      if (column < 0 || state.columns[column].views.empty()) continue;
+      call.kernel = kernel_of(op, state.columns[column].views[0].device.type);
       break;
     }
     if (!call.kernel) return false;
@@ -480,16 +509,38 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
   std::vector<int64_t> found;
   found.reserve(2 * count);
   for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    python_abi::DLTensor view;
-    const Reference version(tensor ? torch.get_version(torch.version, tensor, nullptr) : nullptr);
-    if (!version.get() || !is_plain(tensor) || torch.exchange->view(tensor, &view) != 0) {
+    View view;
+    if (!torch.exchange || !tensor || !is_plain(tensor) || !read(tensor, view))
       return PyErr_Clear(), Py_NewRef(Py_None);
-    }
+    const Reference version(torch.get_version(torch.version, tensor, nullptr));
+    if (!version.get()) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
-    found.push_back(reinterpret_cast<int64_t>(static_cast<char*>(view.data) + view.byte_offset));
+    found.push_back(reinterpret_cast<int64_t>(view.data));
   }
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), 8 * found.size());
+}
+
+// have_no_grads(tensors): whether `.grad` of each is None; None where a tensor is not plain.
+inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
+  const Py_ssize_t count = PyList_Size(tensors);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch_item(tensors, i);
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    if (!torch.exchange || !tensor || !is_plain(tensor)) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
+  }
+  return PyBool_FromLong(true);
+}
+
+// have_members(groups, members): whether the param groups hold these lists of parameters.
+inline PyObject* have_members(PyObject*, PyObject* given) {
+  PyObject *groups, *members;
+  if (!PyArg_ParseTuple(given, "OO", &groups, &members)) return nullptr;
+  if (!torch.exchange) return Py_NewRef(Py_None);
+  return PyBool_FromLong(same_members(groups, members));
 }
 
 // advanced(marks): those of tensors whose versions have gone up by one each.
@@ -503,8 +554,8 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), size);
 }
 
-// make_plan(groups, members, mappings, idle, owners, calls): a Plan, or None where a plan cannot make the calls. It keeps
-// the first five; `owners` are those of the columns.
+// make_plan(groups, members, mappings, idle, owners, calls): a Plan, or None where a plan cannot make the calls. It
+// keeps the first five; `owners` are those of the columns.
 inline PyObject* make_plan(PyObject*, PyObject* given) {
   auto state = std::make_unique<State>();
   PyObject* calls;
@@ -543,7 +594,8 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   return PyBool_FromLong(true);
 }
 
-// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types): whether there will be plans.
+// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types): whether there will be
+// plans.
 inline PyObject* use_python(PyObject*, PyObject* given) {
   PyObject* capsule;
   Torch found;
@@ -572,7 +624,7 @@ inline PyObject* use_python(PyObject*, PyObject* given) {
 }
 
 inline bool make_type() {
-  static PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr}, {"is_current", is_current, METH_O, nullptr}, {}};
+  static PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr}, {}};
   static PyType_Slot slots[] = {{Py_tp_methods, methods},
                                 {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
                                 {Py_tp_clear, reinterpret_cast<void*>(clear)},

@@ -149,9 +149,15 @@ class OptimizerBinding:
         if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
-        self._catch_up(weights_final=True, gradients=is_idle, before_step=True)
+        # What somebody has written the step and the next forward see.
+        self.follow_groups()
+        if self.masters.unsure or self.masters.ahead:
+            self._catch_up(weights_final=True, gradients=False)
+        if is_idle and self.gradients.may_have_outside_grads():
+            self._collect()
         self.left_grads.block_begins(self.masters.params_without_master, is_idle)
-        self.masters.check()
+        if self.gradients.plan is None:
+            self.masters.check()
         self.gradients.enter(scale, inv_scale)
 
     def abandon(self, depth: int, ending: bool) -> None:
@@ -321,11 +327,8 @@ class OptimizerBinding:
         finally:
             self.inside = before
 
-    def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any:
-        """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters.
-
-        ``writes_model``: the optimizer writes the model's weights along with their masters.
-        """
+    def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters."""
         self.masters.ahead = True
         try:
             result = self.call_own(original, *args, **kwargs)
@@ -333,9 +336,7 @@ class OptimizerBinding:
             self.inside = False  # an interrupt may have ended ``call_own`` before its end
             self.masters.copy_to_model()
             raise
-        if writes_model:
-            self.masters.agree(by_step=True)
-        else:
+        if self.masters.ahead:
             self.masters.copy_to_model()
         return result
 
@@ -354,7 +355,7 @@ class OptimizerBinding:
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             positional = (evaluate, *args) if evaluate or args else ()
-            result = self.run(original, *positional, writes_model=takes, **kwargs)
+            result = self.run(original, *positional, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
             def later(is_current: bool) -> Culprits | None:
@@ -391,7 +392,8 @@ class OptimizerBinding:
         flag = join_flags(flags, flags[0].device) if flags else None
         if self.masters.takes_step:
             counts = self.steps.counts_for(flag, self.flags.by_loss)
-            self.given = Step(flag, self.masters.model_of, self.gradients.pending, counts)
+            masters = self.masters
+            self.given = Step(flag, masters.model_of, self.gradients.pending, counts, masters.advance)
         elif flag is not None:
             optimizer.found_inf = flag
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ampctx._plan import PLANS
 from ampctx.kernels.ops import extension, is_watched
-from ampctx.kernels.tensor_loops import version_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, same_items, version_of
 
 # A list of an op call comes from a list of tensors; from the gradients of parameters (parameters, gradients); from
 # dicts (dicts, key, entries); or None: each run is given it.
@@ -36,10 +37,6 @@ class Plan:
     def __init__(self, made: Any) -> None:
         self._made = made
 
-    def is_current(self, groups: Any) -> bool:
-        """Whether the param groups hold the same parameters as when the plan was made."""
-        return bool(self._made.is_current(groups))
-
     def run(
         self,
         groups: Any,
@@ -49,7 +46,7 @@ class Plan:
         takes: bool = False,
     ) -> list[list[Tensor]] | None:
         """Makes the calls, and bumps the versions of what they wrote. None where the plan does not fit: nothing has
-        changed then. No host sync.
+        changed then. Not for calls that ``ops.is_watched``. No host sync.
 
         Args:
             groups: the param groups now.
@@ -61,8 +58,6 @@ class Plan:
         Returns:
             The gradients of each column of gradients.
         """
-        if is_watched():
-            return None
         found = self._made.run(groups, arguments, grads, may_share, takes)
         return None if type(found) is int else found
 
@@ -102,14 +97,40 @@ def make_plan(
     return None if made is None else Plan(made)
 
 
+# --- what is as it was: for each tensor in C, or in a loop of Python's ------------------------------------------------
+
+
+def have_members(groups: Any, members: list[list[Tensor]]) -> bool:
+    """Whether each param group holds these parameters, in order."""
+    found = _by_library("have_members", groups, members)
+    if found is None:
+        return len(groups) == len(members) and all(map(same_items, (group["params"] for group in groups), members))
+    return bool(found)
+
+
+def have_no_grads(params: list[Tensor]) -> bool:
+    """Whether ``grad`` of each is None. No host sync."""
+    if not params:
+        return True
+    found = _by_library("have_no_grads", params)
+    return all_none(map(grad_of, params)) if found is None else bool(found)
+
+
 def marks(tensors: list[Tensor]) -> bytes:
     """Version and address of each tensor, to see later what somebody has written or moved. No host sync."""
-    found = extension.library.marks(tensors) if PLANS and extension.library is not None else None
+    found = _by_library("marks", tensors)
     if found is None:
         found = array(
             "q", chain.from_iterable(zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True))
         )
     return bytes(found)
+
+
+def _by_library(name: str, *given: Any) -> Any:
+    """What the library finds of plain tensors. None for others, and where plans are switched off."""
+    if not PLANS or extension.library is None or torch.compiler.is_compiling():
+        return None
+    return getattr(extension.library, name)(*given)
 
 
 def advanced(former: bytes) -> bytes:

@@ -56,11 +56,6 @@ def all_resolved(tensors: Collection[Tensor]) -> bool:
     return not any(chain.from_iterable(map(ask, tensors) for ask in asked))
 
 
-def have_no_grad(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor has a gradient in torch's own attribute, also of a type with a property ``grad``."""
-    return all_none(map(stored_grad, tensors))
-
-
 def clear_grads(tensors: Iterable[Tensor]) -> None:
     """``grad = None`` for each tensor."""
     set_each(tensors, "grad", None)

@@ -366,6 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._seen.update(zip(followed, map(version_of, followed), strict=True))
         self._plan = plan
+        if scaling.wrote is not None and _work.writes_all(works, scaling):
+            scaling.wrote()
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]

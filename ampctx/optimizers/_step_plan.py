@@ -10,7 +10,7 @@ from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
-from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers._work import Scaling, Work, writes_all
 from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
 
@@ -64,6 +64,7 @@ class StepPlan:
         # Whether ops are given the norm of all gradients.
         self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
         self._options = _options_of(optimizer)
+        self._writes_all = writes_all(works, scaling)
         self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
@@ -98,6 +99,8 @@ class StepPlan:
                 scaling.skips.is_taken = False
         if not has_run:
             return False
+        if self._writes_all and scaling.wrote is not None:
+            scaling.wrote()
         if self._followed:
             self._versions = list(map(version_of, self._followed))
             optimizer._seen.update(zip(self._followed, self._versions, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Scaling(NamedTuple):
     pending: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
     skips: the numbers in which the first call counts the step.
+    wrote: to call once each weight of ``models`` has been written with its master.
     """
 
     found_inf: PerDevice | None = None
@@ -44,6 +45,7 @@ class Scaling(NamedTuple):
     pending: Pending | None = None
     unscales: bool = False
     skips: SkipCounts | None = None
+    wrote: Callable[[], None] | None = None
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:
@@ -52,7 +54,7 @@ def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scali
     inv_scale = product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor
     found_inf = taken_found_inf(optimizer if given is None else given)
     given = given or Step()
-    return Scaling(found_inf, inv_scale, given.models, given.pending, is_scaled, given.counts)
+    return Scaling(found_inf, inv_scale, given.models, given.pending, is_scaled, given.counts, given.wrote)
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
@@ -237,6 +239,11 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
+
+
+def writes_all(works: Sequence[Work], scaling: Scaling) -> bool:
+    """Whether the calls write every weight of ``models``."""
+    return sum(len(work.members) for work in works if work.kind[0] == "model") == len(scaling.models)
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:

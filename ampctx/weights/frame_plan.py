@@ -74,7 +74,7 @@ class FramePlan:
         """Ends the frame: whether it has, and the pending gradients. Where it has not, nothing has changed. No host
         sync."""
         update, device = found_inf.update, self._device
-        if (update is not None) is not self._updates:
+        if (update is not None) is not self._updates or ops.is_watched():
             return False, None
         flag, inv_scale = found_inf.on(device), factor.on(device)
         norms: list[Tensor] = []

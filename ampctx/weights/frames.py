@@ -24,8 +24,9 @@ from torch import Tensor
 from ampctx._collectives import is_distributed
 from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.plan import have_no_grads
 from ampctx.kernels.sharding import place_grads, values_of
-from ampctx.kernels.tensor_loops import all_none, all_there, grad_of
+from ampctx.kernels.tensor_loops import all_there, grad_of
 from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
@@ -62,6 +63,7 @@ class Frames:
         checked: the latest pending gradients, even if they have been materialized since.
         incomplete: an exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new.
         stepped: there was a step since gradients were zeroed. A skipped one may have left inf or nan in ``.grad``.
+        plan: ends usual blocks. It sees when dtypes or devices of gradients change.
     """
 
     def __init__(self, masters: MasterParams) -> None:
@@ -69,7 +71,7 @@ class Frames:
         self.frames: list[Frame] = []
         self.checked: Pending | None = None
         self.incomplete = self.stepped = False
-        self._plan: FramePlan | None = None
+        self.plan: FramePlan | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -104,7 +106,7 @@ class Frames:
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
-        here = {p: g for p in leaves if (g := p.grad) is not None}
+        here = {} if have_no_grads(leaves) else {p: g for p in leaves if (g := p.grad) is not None}
         if (window := self.window) is None:
             # First, so that abandon() can put them back.
             self.frames.append(Frame(scale, inv_scale, {p: _own(g) for p, g in here.items()}))
@@ -146,13 +148,15 @@ class Frames:
         factor = frame.inv_scale if inv_scale is None else inv_scale
         base = self.frames[0].stash
         is_usual = isinstance(factor, PerDevice) and not (nested or base or frame.is_window or done is not None)
-        if is_usual and self._plan is not None and self._left_by_plan(self._plan, factor, found_inf):
-            return
-        before, self._plan = [p.grad for p in self._masters.leaves] if is_usual else [], None
+        if self.plan is not None:
+            if is_usual and self._left_by_plan(self.plan, factor, found_inf):
+                return
+            self._masters.check()  # the beginning of the block has left that to the plan
+        before, self.plan = [p.grad for p in self._masters.leaves] if is_usual else [], None
         with ops.noted() as calls:
             self._leave_plainly(frame, factor, found_inf, done, check_before)
         if is_usual and calls:
-            self._plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
+            self.plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
 
     def _left_by_plan(self, plan: FramePlan, factor: Any, found_inf: FoundInf) -> bool:
         place = self._masters.place
@@ -318,7 +322,7 @@ class Frames:
         """Whether ``collect`` has anything to do."""
         if self.frames:
             return self.window is not None
-        return not all_none(map(grad_of, self._masters.params_with_master))
+        return not have_no_grads(self._masters.params_with_master)
 
     def collect(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.

@@ -23,9 +23,9 @@ from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
-from ampctx.kernels.plan import advanced, changed, marks
+from ampctx.kernels.plan import advanced, changed, have_members, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.kernels.tensor_loops import dtype_of, have_no_grad, stored_grad, version_of
+from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
 from ampctx.weights.store import resynced
@@ -102,7 +102,7 @@ class MasterParams:
         self._agreed = b"", b""
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
-        self._members: list[list[int]] = []
+        self._members: list[list[Tensor]] = []
         self.follow(optimizer, lambda: taken, originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -111,7 +111,9 @@ class MasterParams:
 
     def is_current(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        return self._members == _members_of(optimizer) and not any(p.requires_grad for p in self._frozen)
+        if not have_members(optimizer.param_groups, self._members):
+            return False
+        return not self._frozen or not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
     def follow(
@@ -202,8 +204,7 @@ class MasterParams:
         self.model_of = {master: p for p, master in self.pairs}
         self._master_of = {id(p): master for p, master in self.pairs}
         self.leaves = [*self.params_with_master, *self.params_without_master]
-        self._members = _members_of(optimizer)
-        self._kinds: Any = None  # of the leaves, at the last check
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -270,9 +271,6 @@ class MasterParams:
         Raises:
             AmpError: a weight was converted or moved since it was added.
         """
-        kinds = list(map(dtype_of, self.leaves)), list(map(Tensor.get_device, self.leaves))
-        if kinds == self._kinds:
-            return
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
         params, masters = self.params_with_master, self.masters
         moved = list(map(Tensor.get_device, params)) != list(map(Tensor.get_device, masters))
@@ -293,7 +291,6 @@ class MasterParams:
                         f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
                         'weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
                     )
-        self._kinds = kinds
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
         """The dtype of the optimizer's state: at least fp32 for the optimizers of ampctx."""
@@ -320,16 +317,14 @@ class MasterParams:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def agree(self, by_step: bool = False) -> None:
-        """Notes that the weights are the rounded masters. ``by_step``: the step has written both."""
+    def agree(self) -> None:
+        """Notes that the weights are the rounded masters."""
         if self.pairs:
-            of_weights = marks(self.params_with_master)
-            # Reading the versions of masters takes longer. Where the step has written each weight, it has each master.
-            known = by_step and of_weights == advanced(self._agreed[0])
-            if by_step and not known:
-                return self.copy_to_model()  # others may have been edited before
-            self._agreed = of_weights, advanced(self._agreed[1]) if known else marks(self.masters)
-            self.ahead = False
+            self._agreed, self.ahead = (marks(self.params_with_master), marks(self.masters)), False
+
+    def advance(self) -> None:
+        """Notes that the step has written each weight and its master, once."""
+        self._agreed, self.ahead = (advanced(self._agreed[0]), advanced(self._agreed[1])), False
 
     @torch.no_grad()
     def resync(self, before_step: bool = False) -> None:
@@ -432,7 +427,7 @@ class MasterParams:
 
     def have_no_grads(self) -> bool:
         """Whether no master has a gradient of its own."""
-        if self.place.has_grads and have_no_grad(self.masters):
+        if self.place.has_grads and have_no_grads(self.masters):
             self.place.has_grads = not self.takes_pending  # others do not tell when they get one
             return True
         return not self.place.has_grads
@@ -445,11 +440,6 @@ class MasterParams:
             for master in self.masters:
                 if stored_grad(master) is not None:
                     master.grad = None
-
-
-def _members_of(optimizer: Any) -> list[list[int]]:
-    """The ids of each group's parameters."""
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

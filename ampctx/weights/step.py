@@ -43,12 +43,14 @@ class Step(NamedTuple):
     models: fp32 master -> the 16-bit weight that the step writes with it.
     pending: 16-bit gradients in place of those of the masters, with their own factor.
     counts: the numbers in which the first op call counts the step.
+    wrote: to call once each weight of ``models`` has been written with its master.
     """
 
     found_inf: Tensor | None = None
     models: Mapping[Tensor, Tensor] = {}
     pending: Pending | None = None
     counts: SkipCounts | None = None
+    wrote: Callable[[], None] | None = None
 
 
 # A function for steps that evaluate the model, which ask after it.
