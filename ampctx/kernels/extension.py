@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ampctx._errors import ExtensionError
 from ampctx._plan import PLANS
 from ampctx.kernels.cuda_support import driver_version, why_not
+from ampctx.kernels.tensor_loops import increment_version
 
 LIBRARY = Path(__file__).parent.with_name("_ops.so")
 BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for the CUDA kernels)"

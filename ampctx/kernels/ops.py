@@ -74,7 +74,7 @@ _calls = _Calls()
 @contextmanager
 def noted(make: bool = True) -> Iterator[list[OpCall]]:
     """Notes the calls of ops in this thread, for plans. ``make``: make them, too."""
-    if torch.compiler.is_compiling():  # no plan is made in a graph
+    if torch.compiler.is_compiling():  # no plan is made there
         yield []
         return
     former = _calls.noted, _calls.are_made

@@ -10,15 +10,15 @@ from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
-from ampctx.optimizers._work import Scaling, Work, writes_all
+from ampctx.optimizers._work import Scaling, Work, settings_of, writes_all
 from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
 
 
 def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: Scaling) -> StepPlan | None:
-    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: DTensors,
+    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: parts or
     copies of gradients, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
-    if len(calls) != len(works) or not all(work.fused and not work.sharded and not work.relaid for work in works):
+    if len(calls) != len(works) or not all(work.is_plain for work in works):
         return None
     grads_of = {} if scaling.pending is None else scaling.pending.grads
     for work in works:
@@ -63,7 +63,7 @@ class StepPlan:
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
         # Whether ops are given the norm of all gradients.
         self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
-        self._options = _options_of(optimizer)
+        self._settings = settings_of(optimizer)
         self._writes_all = writes_all(works, scaling)
         self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
@@ -78,7 +78,7 @@ class StepPlan:
             or optimizer.state is not self._state
             or scaling.models is not self._models
             or scaling.unscales is not self._unscales
-            or self._options != _options_of(optimizer)
+            or self._settings != settings_of(optimizer)
             or self._versions != list(map(version_of, self._followed))
         ):
             return False
@@ -129,15 +129,3 @@ class StepPlan:
             return None  # the plan finds the same, and does not run
         works = [work._replace(lists={**work.lists, "grads": own}) for work, own in zip(self._works, now, strict=True)]
         return optimizer._global_norm(works, scaling)
-
-
-def _options_of(optimizer: Any) -> list[Any]:
-    """The settings that decide about write backs and state."""
-    groups = optimizer.param_groups
-    # Copies, as a program may change a dict in place.
-    given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
-    forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
-    own = optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes
-    ops = (SPECS[optimizer._op_of(group)] for group in groups)
-    sized = [tuple(bool(group.get(state.if_set)) for state in op.sized) for op, group in zip(ops, groups, strict=True)]
-    return [*own, *sized, *forms]

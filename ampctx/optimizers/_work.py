@@ -15,6 +15,7 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
+from ampctx.kernels.spec import SPECS
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import SkipCounts, Step
@@ -147,6 +148,11 @@ class Work(NamedTuple):
     def is_pending(self) -> bool:
         return self.kind[1]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
+        return self.fused and not self.sharded and not self.relaid
+
     def part(self, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
         """The op call for some of the members. ``is_first``: of the parts, which copies of gradients go with.
         ``made``: the optimizer's ``numbers`` of earlier calls."""
@@ -239,6 +245,16 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
+
+
+def settings_of(optimizer: Any) -> list[Any]:
+    """What decides about write backs and state besides the state itself, to compare."""
+    groups = optimizer.param_groups
+    # Copies, as a program may change a dict in place.
+    given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
+    forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
+    sized = [bool(group.get(state.if_set)) for group in groups for state in SPECS[optimizer._op_of(group)].sized]
+    return [optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes, *sized, *forms]
 
 
 def writes_all(works: Sequence[Work], scaling: Scaling) -> bool:

@@ -31,30 +31,19 @@ def frame_plan(
     leaf_of = {id(grad): p for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None}
     planned = []
     for call in calls:
-        name = call.op.removesuffix(_UPDATE)
-        tensors = list(call.lists[0])
-        if name not in (_SCALE, _NORM) or not leaf_of.keys() >= set(map(id, tensors)):
+        tensors, is_norm = list(call.lists[0]), call.op.startswith(_NORM)
+        in_place = call.op.removesuffix(_UPDATE) == _SCALE and same_items(*call.lists)
+        if not (is_norm or in_place) or not leaf_of.keys() >= set(map(id, tensors)):
             return None  # copies of gradients, or sums
         column = [leaf_of[id(t)] for t in tensors], tensors
-        if name == _NORM:
-            planned.append(PlannedCall(call.op, [column], ()))
-        elif same_items(*call.lists):
-            planned.append(PlannedCall(call.op, [column, column], (1,)))
-        else:
-            return None
-    is_pending = [call.op.startswith(_NORM) for call in calls]
+        planned.append(PlannedCall(call.op, [column] if is_norm else [column, column], () if is_norm else (1,)))
+    are_norms = [call.op.startswith(_NORM) for call in calls]
     taken = sum(len(call.lists[0]) for call in calls)
-    if (
-        taken != len(leaf_of)
-        or is_pending[:1].count(True) != (made is not None)
-        or sum(is_pending) != (made is not None)
-    ):
+    if taken != len(leaf_of) or are_norms != [made is not None] + [False] * (len(calls) - 1):
         return None
     without = [p for p, grad in zip(masters.leaves, grads, strict=True) if grad is None]
     plan = make_plan([], planned, idle=without)
-    if plan is None:
-        return None
-    return FramePlan(plan, masters, [call.op for call in calls], calls[0].lists[0][0].device, made)
+    return plan and FramePlan(plan, masters, [call.op for call in calls], calls[0].lists[0][0].device, made)
 
 
 class FramePlan:

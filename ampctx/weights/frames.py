@@ -159,8 +159,12 @@ class Frames:
             self.plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
 
     def _left_by_plan(self, plan: FramePlan, factor: Any, found_inf: FoundInf) -> bool:
-        place = self._masters.place
+        place, params = self._masters.place, self._masters.params_with_master
         if plan.leaves is not self._masters.leaves or place.pending is not None or not self._masters.have_no_grads():
+            return False
+        # Views into buckets, see ``_of_masters``. Where one process alone has any, all are.
+        suspects = params if is_distributed() else params[:1]
+        if not all(_fills_its_storage(g) for p in suspects if (g := p.grad) is not None):
             return False
         try:
             has_left, pending = plan.leave(factor, found_inf)
