@@ -107,6 +107,40 @@ FAULTS = [
         "stochastic rounding goes by other bits", "csrc/functors/random.h",
         "mix64(of_step + golden", "mix64(of_step - golden", f"tests/ops/test_optimizer_steps.py {CPU}",
     ),
+    # --- a plan that does not look ------------------------------------------------------------------------------------
+    Fault(
+        "a plan goes by other groups", "csrc/plan.h",
+        "if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kGroups;", "",
+        "tests/optimizers/test_optimizer_plan.py",
+    ),
+    Fault(
+        "a plan goes by other state", "csrc/plan.h",
+        "if (!same_state(state)) return kState;", "", "tests/optimizers/test_optimizer_plan.py",
+    ),
+    Fault(
+        "a plan writes where a tensor was", "csrc/plan.h",
+        ": view.data != former.data) return code;", ": false) return code;",
+        "tests/optimizers/test_unresolved_gradients.py",
+    ),
+    Fault(
+        "a plan unscales a shared gradient twice", "csrc/plan.h",
+        "if (!may_share && is_shared(state)) return kShared;", "",
+        "tests/optimizers/test_gradients_after_a_step.py",
+    ),
+    Fault(
+        "a plan leaves out a parameter that gets a gradient", "csrc/plan.h",
+        "!= Py_None) return PyErr_Clear(), kNewGradients;", "== nullptr) return PyErr_Clear(), kNewGradients;",
+        "tests/optimizers/test_optimizer_plan.py",
+    ),
+    Fault(
+        "a plan keeps the settings that it was made with", "ampctx/optimizers/_step_plan.py",
+        "or self._settings != settings_of(optimizer)", "", "tests/optimizers/test_optimizer_plan.py",
+    ),
+    Fault(
+        "a plan bumps no version", "csrc/plan.h",
+        "!bump_versions(state) || ", "",
+        "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
+    ),
     # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
     Fault(
         "scale does not report inf", "csrc/cpu/multi_tensor_scale.cpp",
@@ -176,7 +210,7 @@ FAULTS = [
     # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
     Fault(
         "a block checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(given, given, found_inf, factor, last)", "foreach.l2norm(given, found_inf)", STEPS,
+        "foreach.scale(scaled, scaled, found_inf, factor, last)", "foreach.l2norm(scaled, found_inf)", STEPS,
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",

@@ -43,7 +43,8 @@ def frame_plan(
         return None
     without = [p for p, grad in zip(masters.leaves, grads, strict=True) if grad is None]
     plan = make_plan([], planned, idle=without)
-    return plan and FramePlan(plan, masters, [call.op for call in calls], calls[0].lists[0][0].device, made)
+    names, device = [call.op for call in calls], calls[0].lists[0][0].device
+    return None if plan is None else FramePlan(plan, masters, names, device, made)
 
 
 class FramePlan:

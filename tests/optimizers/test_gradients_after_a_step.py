@@ -202,8 +202,10 @@ def test_a_gradient_that_two_parameters_share_is_unscaled_once(name, share, grou
         give([first, second, empty], [grad, share(grad) if shared else share(grad).clone(), torch.ones(0)])
         params = [first, second, empty]
         pair.append(BY_NAME[name]([{"params": params}] if groups == 1 else [{"params": [p]} for p in params]))
-    for _ in range(2):
+    for is_apart in (False, True, True, False):
         give(params_of(pair[0])[:2], [grad := torch.arange(12.0).reshape(4, 3) * 64, share(grad)])
+        if is_apart:
+            params_of(pair[0])[1].grad = share(grad).clone()
         scaler = scaled()
         scaler.step(pair[0])
         pair[1].step()
