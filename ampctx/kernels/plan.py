@@ -7,11 +7,10 @@ it was it does nothing, and plain code runs. ``AMPCTX_PLAN=0`` switches plans of
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ampctx._plan import PLANS
@@ -97,40 +96,37 @@ def make_plan(
     return None if made is None else Plan(made)
 
 
-# --- what is as it was: for each tensor in C, or in a loop of Python's ------------------------------------------------
+# --- what is as it was: in C, and in a loop of Python's for what is no plain tensor -----------------------------------
+
+
+def _in_c(name: str) -> Callable[..., Any]:
+    return getattr(extension.library, name) if PLANS and extension.library is not None else lambda *given: None
+
+
+_have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_grads", "marks"))
 
 
 def have_members(groups: Any, members: list[list[Tensor]]) -> bool:
     """Whether each param group holds these parameters, in order."""
-    found = _by_library("have_members", groups, members)
+    found: bool | None = _have_members(groups, members)
     if found is None:
         return len(groups) == len(members) and all(map(same_items, (group["params"] for group in groups), members))
-    return bool(found)
+    return found
 
 
 def have_no_grads(params: list[Tensor]) -> bool:
     """Whether ``grad`` of each is None. No host sync."""
-    if not params:
-        return True
-    found = _by_library("have_no_grads", params)
-    return all_none(map(grad_of, params)) if found is None else bool(found)
+    found: bool | None = _have_no_grads(params)
+    return all_none(map(grad_of, params)) if found is None else found
 
 
 def marks(tensors: list[Tensor]) -> bytes:
     """Version and address of each tensor, to see later what somebody has written or moved. No host sync."""
-    found = _by_library("marks", tensors)
+    found: bytes | None = _marks(tensors)
     if found is None:
-        found = array(
-            "q", chain.from_iterable(zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True))
-        )
-    return bytes(found)
-
-
-def _by_library(name: str, *given: Any) -> Any:
-    """What the library finds of plain tensors. None for others, and where plans are switched off."""
-    if not PLANS or extension.library is None or torch.compiler.is_compiling():
-        return None
-    return getattr(extension.library, name)(*given)
+        pairs = zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True)
+        return array("q", chain.from_iterable(pairs)).tobytes()
+    return found
 
 
 def advanced(former: bytes) -> bytes:

@@ -110,7 +110,8 @@ class Frames:
         if (window := self.window) is None:
             # First, so that abandon() can put them back.
             self.frames.append(Frame(scale, inv_scale, {p: _own(g) for p, g in here.items()}))
-            tensor_loops.clear_grads(here)
+            if here:
+                tensor_loops.clear_grads(here)
             return
         for p in window.scaled:
             if p.grad is None:  # the program has zeroed it through the model

@@ -6,8 +6,8 @@ A call that fits is made, then up to three of its arguments are spoilt. Then
 
 - the process must live: the calls run in a child, and the parent reports the call that ended it;
 - a refused call is a Python exception, and has changed no tensor;
-- the compiled kernels (called with held lists every third time) and the plain-torch ones refuse the same calls, and
-  give the same bits where arithmetic is element by element.
+- the compiled kernels and the plain-torch ones refuse the same calls, and give the same bits where arithmetic is
+  element by element.
 
 Call number N of a seed is the same in every run: ``--only N`` repeats it.
 """
