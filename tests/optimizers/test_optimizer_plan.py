@@ -336,6 +336,38 @@ def test_memory_that_is_gone_between_steps_is_named():
     assert torch.equal(params[0], before)
 
 
+def test_finalizers_that_change_lists_and_state_while_a_step_reads_them():
+    """They run where Python looks for cycles: at any allocation."""
+    params, turns = parameters(), []
+    optimizer = FusedAdam(params)
+    group = optimizer.param_groups[0]["params"]
+
+    class Changing:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            turns.append(None)
+            if len(turns) % 2:
+                group.append(group.pop(0))
+                state = optimizer.state.get(group[0])
+                if state:
+                    state.update({key: value.clone() for key, value in state.items()})
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for step in range(40):
+            Changing()
+            give(params, gradients(params, step))
+            optimizer.step()
+            optimizer.step()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(turns) == 40
+    assert all(p.isfinite().all() and optimizer.state[p]["step"] == 80 for p in params if p.numel())
+
+
 def test_copies_and_pickles_make_calls_of_their_own():
     optimizer = FusedAdam(parameters())
     run(optimizer, 3)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitize"
 LIBRARY = BUILD / "lib"
 # All ops on all backends, without what takes minutes even without sanitizers, and what tests the build or the fakes.
-TESTS = ["tests/ops", "tests/reliability/test_odd_tensors.py"]
+TESTS = ["tests/ops", "tests/reliability/test_odd_tensors.py", "tests/optimizers/test_optimizer_plan.py"]
 LEFT_OUT = (
     "not 20k and not many and not test_cuda_kernels and not test_simd and not test_torch_abi and not seconds "
     "and not out_of_memory"  # AddressSanitizer ends a process whose allocations fail
