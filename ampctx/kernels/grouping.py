@@ -19,7 +19,7 @@ class Bucket(NamedTuple):
 
     device: torch.device
     fused: bool
-    lists: list[list[Any]]
+    lists: list[Any]
 
 
 # The tensors at one index: their devices, their dtypes, and which are contiguous.
@@ -89,14 +89,14 @@ def buckets(
             do not decide where an index goes.
         known_dtypes: the dtypes that the kernels take.
     """
-    lists = tuple(map(local, lists))
-    every = (*lists, *along)
-    if len({len(tensors) for tensors in every}) > 1:
-        raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
+    if len({len(tensors) for tensors in (*lists, *along)}) > 1:
+        raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in (*lists, *along)]}")
     if are_uniform(lists):
         first = lists[0][0]
         if _has_kernel(((first.device,), tuple(tensors[0].dtype for tensors in lists), ()), known_dtypes):
-            return [Bucket(first.device, True, [list(tensors) for tensors in every])]
+            return [Bucket(first.device, True, [*lists, *along])]
+    lists = tuple(map(local, lists))
+    every = (*lists, *along)
     resolved = all(map(all_resolved, lists))
     common = _common_kind(lists) if resolved else None
     if common is not None and _has_kernel(common, known_dtypes):

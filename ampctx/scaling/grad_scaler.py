@@ -25,13 +25,13 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
+from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
 from ampctx.scaling.outcome import DEFAULT_LENGTH, Culprits, History, StepHistory, StepOutcome, culprits_among
 from ampctx.scaling.step_record import Flags, Known, StepRecord, overflowed
-from ampctx.weights.clip import norm_before_clipping, strided_grad
+from ampctx.weights.clip import norm_before_clipping, strided_grads
 
 logger = logging.getLogger("ampctx")
 
@@ -247,8 +247,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         start = found_inf if inv_scale is None else found_inf.clone()
         flags = {device: move(start, device) for device in set(map(device_of, grads))}
-        if not set(map(layout_of, grads)) <= {torch.strided}:
-            grads = [grad for grad in map(strided_grad, parameters) if grad is not None]
+        grads = strided_grads(parameters)
         raised = FoundInf()
         raised.per_device = flags
         if inv_scale is None:

@@ -15,9 +15,8 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.plan import PlannedCall, make_plan
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, set_each, stored_grad
+from ampctx.kernels.tensor_loops import device_of, grad_of, layout_of, set_each, stored_grad
 from ampctx.weights import masters, waiting
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
@@ -34,6 +33,14 @@ def strided_grad(parameter: Tensor) -> Tensor | None:
     if grad.layout == torch.sparse_coo and not grad.is_coalesced():
         grad = parameter.grad = grad.coalesce()
     return grad.values()
+
+
+def strided_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """``strided_grad`` of those that have a gradient."""
+    grads = [grad for grad in map(grad_of, params) if grad is not None]
+    if set(map(layout_of, grads)) <= {torch.strided}:
+        return grads
+    return [grad for grad in map(strided_grad, params) if grad is not None]
 
 
 def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -151,15 +158,11 @@ def _clip(
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
-    if (
-        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
-        and order == 2.0
-        and (norm := _clipped_by_plan(found, max_norm)) is not None
-    ):
-        return norm
     touched = _without(pending, found)
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
+    grads = strided_grads(touched)
+    if 0 in map(Tensor.numel, grads):
+        grads = [grad for grad in grads if grad.numel() > 0]
     norms = [each.norm() for each in pending]
     if are_sharded:
         norms.append(_norm_over_ranks(touched, order, use_foreach))
@@ -177,26 +180,6 @@ def _clip(
             set_each(grads, "norm_before_clipping", norm)
     for each in pending:
         each.clip(norm, max_norm)
-    return norm
-
-
-def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
-    """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
-    own = [(p, grad) for p in params if (grad := stored_grad(p)) is not None and grad.numel()]
-    if not own or set(map(dtype_of, (grad for _, grad in own))) != {torch.float32}:
-        return None
-    column = [p for p, _ in own], [grad for _, grad in own]
-    calls = [
-        PlannedCall("multi_tensor_unscale_l2norm", [column], ()),
-        PlannedCall("multi_tensor_scale_clipped", [column, column], (1,)),
-    ]
-    if (plan := make_plan([], calls)) is None:
-        return None
-    norm, each, flag = (torch.empty(size, device=own[0][1].device) for size in ((), 0, ()))
-    grads = plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False)
-    if grads is None:
-        return None
-    set_each(grads[0], "norm_before_clipping", norm)
     return norm
 
 
@@ -233,8 +216,7 @@ def _norm_over_ranks(params: list[Tensor], order: float, use_foreach: bool | Non
         joins = grid is not None and any(is_split(like) for like, *_ in kinds)
         counted = [p for alike in kinds if grid is None or not joins or grid.counts(alike[0]) for p in alike]
         # Of this rank's parts, some may be empty, and torch refuses the infinity norm of an empty tensor.
-        there = [grad for grad in map(strided_grad, counted) if grad is not None]
-        parts = [part for part in local(there) if part.numel() > 0]
+        parts = [part for part in local(strided_grads(counted)) if part.numel() > 0]
         if grid is not None and joins:
             norms.append(_joined_over_ranks(parts, [p for alike in kinds for p in alike], order, use_foreach, grid))
         elif parts:

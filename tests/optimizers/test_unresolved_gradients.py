@@ -23,15 +23,13 @@ STEPPED_BY = {
 
 
 def negated(grad):
-    """Part of a conjugate, as public functions make it. torch has no complex numbers of 16 bits for all of them."""
-    if grad.dtype != torch.float32:
-        return torch._neg_view(-grad)
-    return torch.complex(torch.zeros_like(grad), -grad).conj().imag
+    """As the imaginary part of a conjugate, which torch does not have for bf16: after a real part each."""
+    return torch._neg_view(torch.stack([grad, -grad], -1))[..., 1]
 
 
 def imaginary(grad):
-    """Contiguous, of one element."""
-    return negated(torch.cat([grad, grad])).as_strided(grad.shape, grad.stride())
+    """By public functions: contiguous, of one element."""
+    return torch.complex(torch.zeros(2), -grad.expand(2)).conj().imag.as_strided(grad.shape, grad.stride())
 
 
 def zero(grad):
