@@ -40,7 +40,8 @@ enum Code {
 // Given by use_python(), and kept for good.
 struct Torch {
   const python_abi::DLPackExchange* exchange = nullptr;
-  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr;
+  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr,
+           *plain_getters = nullptr;
   PyObject* params = nullptr;
   descrgetfunc get_grad = nullptr, get_version = nullptr;
   descrsetfunc set_grad = nullptr;
@@ -525,10 +526,29 @@ inline void deallocate(PyObject* self) {
 
 inline PyTypeObject* type = nullptr;
 
+// While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
+class PlainGetters {
+ public:
+  PlainGetters() : guard_(torch.exchange ? PyObject_CallObject(torch.plain_getters, nullptr) : nullptr) {
+    call("__enter__", 0);
+  }
+  ~PlainGetters() { call("__exit__", 3); }
+
+ private:
+  void call(const char* method, int arguments) {
+    if (!guard_.get()) return PyErr_Clear();
+    const Reference done(arguments ? PyObject_CallMethod(guard_.get(), method, "OOO", Py_None, Py_None, Py_None)
+                                   : PyObject_CallMethod(guard_.get(), method, nullptr));
+    if (!done.get()) PyErr_Clear();
+  }
+  Reference guard_;
+};
+
 // marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
 inline PyObject* marks(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);
   if (count < 0) return nullptr;
+  const PlainGetters guard;
   std::vector<int64_t> found;
   found.reserve(2 * count);
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -634,8 +654,8 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
 inline PyObject* use_python(PyObject*, PyObject* given) {
   PyObject* capsule;
   Torch found;
-  if (!PyArg_ParseTuple(given, "OOOOOO", &capsule, &found.grad, &found.version, &found.increment_version, &found.is_neg,
-                        &found.types)) {
+  if (!PyArg_ParseTuple(given, "OOOOOOO", &capsule, &found.grad, &found.version, &found.increment_version,
+                        &found.is_neg, &found.types, &found.plain_getters)) {
     return nullptr;
   }
   found.exchange =
@@ -651,7 +671,8 @@ inline PyObject* use_python(PyObject*, PyObject* given) {
   found.params = PyUnicode_InternFromString("params");
   const bool fits = found.exchange->header.major == 1 && found.exchange->view && found.get_grad && found.set_grad &&
                     found.get_version;
-  for (PyObject* object : {found.grad, found.version, found.increment_version, found.is_neg, found.types}) {
+  for (PyObject* object :
+       {found.grad, found.version, found.increment_version, found.is_neg, found.types, found.plain_getters}) {
     Py_IncRef(object);
   }
   if (fits && found.params) torch = found;

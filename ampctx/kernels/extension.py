@@ -155,9 +155,10 @@ def _open(path: Path) -> Any:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if PLANS and exchange is not None:
-        # Private name. torch has no public way to see a write without reading the tensor.
+        # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
         version: Any = Tensor._version
-        library.use_python(exchange, Tensor.grad, version, increment_version, Tensor.is_neg, PLAIN_TYPES)
+        getters = Tensor.grad, version, increment_version, Tensor.is_neg
+        library.use_python(exchange, *getters, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass)
     return library
 
 
