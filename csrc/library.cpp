@@ -321,7 +321,6 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"build_info", build_info, METH_NOARGS, nullptr},
                            {"use_python", plan::use_python, METH_VARARGS, nullptr},
                            {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
-                           {"call", plan::call, METH_VARARGS, nullptr},
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},
                            {"advanced", plan::advanced, METH_O, nullptr},

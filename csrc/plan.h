@@ -285,7 +285,6 @@ inline bool take_value(PyObject* from, Value& value) {
 struct Given {
   const char* name = nullptr;
   Kernel kernel = nullptr;
-  std::vector<Reference> kept;
   std::vector<std::unique_ptr<Views>> fresh;
   std::vector<const Views*> lists;
   std::vector<Value> values;
@@ -307,38 +306,16 @@ struct Given {
 
   // Adds a list of tensors. False where one is not plain; an exception may be set.
   bool take_list(PyObject* tensors) {
-    kept.emplace_back(PySequence_Tuple(tensors));
-    if (!kept.back().get()) return false;
-    const Py_ssize_t count = PyTuple_Size(kept.back().get());
+    const Py_ssize_t count = PySequence_Size(tensors);
+    if (count < 0) return false;
     fresh.push_back(std::make_unique<Views>(count));
     lists.push_back(fresh.back().get());
     for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const tensor = PyTuple_GetItem(kept.back().get(), i);
-      if (!is_plain(tensor) || !read(tensor, (*fresh.back())[i]) || is_negated(tensor, (*fresh.back())[i]))
-        return false;
+      const Reference tensor(PySequence_GetItem(tensors, i));
+      if (!tensor.get() || !is_plain(tensor.get()) || !read(tensor.get(), (*fresh.back())[i])) return false;
+      if (is_negated(tensor.get(), (*fresh.back())[i])) return false;
     }
     return true;
-  }
-
-  // Adds lists of which some may be one. False as for `take_list`.
-  bool take_lists(PyObject* tuple) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); ++i) {
-      PyObject* const tensors = PyTuple_GetItem(tuple, i);
-      if (i > 0 && tensors == PyTuple_GetItem(tuple, i - 1)) {
-        lists.push_back(lists.back());
-      } else if (!take_list(tensors)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  // Of the first tensor. The CPU if there is none.
-  torch_abi::Device device() const {
-    for (const Views* const views : lists) {
-      if (!views->empty()) return (*views)[0].device;
-    }
-    return values.empty() ? torch_abi::Device::cpu() : values[0].view.device;
   }
 
   bool take_values(PyObject* arguments, Py_ssize_t next) {
@@ -616,26 +593,14 @@ inline PyObject* make_plan(PyObject*, PyObject* given) {
   return self;
 }
 
-// call(op, lists, values): calls an op as plans do. False, and it is not called, where an argument is no plain tensor.
-inline PyObject* call(PyObject*, PyObject* given) {
-  const char* op;
-  PyObject *lists, *values;
-  std::vector<Given> calls(1);
-  Given& call = calls[0];
-  if (!PyArg_ParseTuple(given, "sOO", &op, &lists, &values)) return nullptr;
-  if (!torch.exchange || !call.take_lists(lists) || !call.take_values(values, 0)) {
-    return PyErr_Clear(), PyBool_FromLong(false);
-  }
-  const std::string name = std::string("ampctx::") + op;
-  call.name = name.c_str(), call.kernel = kernel_of(op, call.device().type);
-  if (!call.kernel) return PyBool_FromLong(false);
-  return run_calls(calls) ? PyBool_FromLong(true) : nullptr;
-}
-
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
 inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   Given given;
-  if (!torch.exchange || !given.take_lists(lists)) return PyErr_Clear(), PyBool_FromLong(false);
+  for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
+    PyObject* const tensors = PyTuple_GetItem(lists, i);
+    if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
+    if (!torch.exchange || !given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
+  }
   const Views& first = *given.lists[0];
   if (first.empty()) return PyBool_FromLong(false);
   for (const Views* const views : given.lists) {

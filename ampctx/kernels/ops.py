@@ -100,33 +100,16 @@ def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``; of plain tensors without torch's dispatcher."""
+    """Calls an op of ``torch.ops.ampctx``."""
     if not torch.compiler.is_compiling() and _calls.noted is not None:
         _calls.noted.append(OpCall(name, lists, others))
         if not _calls.are_made:
             return None
-    first = next((tensors[0] for tensors in lists if tensors), others[0])
     try:
-        if isinstance(first, Tensor) and is_direct(first.device.type):
-            results = _results_of(name, first, lists, others)
-            if extension.library.call(name, lists, (*others, *results)):
-                return results
         return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
-
-
-def _results_of(name: str, first: Tensor, lists: tuple[Sequence[Tensor], ...], others: tuple) -> tuple[Tensor, ...]:
-    """New tensors for the results of an op."""
-    sizes: list[Any] = []
-    if name == "block_factors":
-        sizes = [(), (), ()]
-    elif "l2norm" in name:
-        per_tensor = others[1 if name == "multi_tensor_l2norm" else 2]
-        sizes = [(), len(lists[0]) if per_tensor else 0, *([()] if name.endswith("_and_update") else [])]
-    dtype = torch.float64 if first.dtype is torch.float64 else torch.float32
-    return tuple(torch.empty(size, dtype=dtype, device=first.device) for size in sizes)
 
 
 def raise_out_of_memory(error: RuntimeError) -> None:

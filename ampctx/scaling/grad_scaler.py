@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
-from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of
+from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
@@ -46,7 +47,7 @@ _OUT_OF_ORDER = {
 
 
 def _params(optimizer: Any) -> list[Any]:
-    found = [p for group in optimizer.param_groups for p in group["params"]]
+    found = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     # Our optimizers step a parameter once even if a group has it twice. Its gradient must be unscaled once.
     return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
@@ -246,7 +247,9 @@ class GradScaler(torch.amp.GradScaler):
                 "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
             )
         start = found_inf if inv_scale is None else found_inf.clone()
-        flags = {device: move(start, device) for device in set(map(device_of, grads))}
+        # A gradient of each device, by its number: device objects take longer.
+        some = dict(zip(map(Tensor.get_device, grads), grads, strict=True)).values()
+        flags = {grad.device: move(start, grad.device) for grad in some}
         grads = strided_grads(parameters)
         raised = FoundInf()
         raised.per_device = flags

@@ -15,8 +15,9 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
+from ampctx.kernels.plan import PlannedCall, make_plan
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.kernels.tensor_loops import device_of, grad_of, layout_of, set_each, stored_grad
+from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
 from ampctx.weights import masters, waiting
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
@@ -37,9 +38,10 @@ def strided_grad(parameter: Tensor) -> Tensor | None:
 
 def strided_grads(params: Iterable[Tensor]) -> list[Tensor]:
     """``strided_grad`` of those that have a gradient."""
-    grads = [grad for grad in map(grad_of, params) if grad is not None]
-    if set(map(layout_of, grads)) <= {torch.strided}:
-        return grads
+    if not torch.compiler.is_compiling():
+        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        if set(map(layout_of, grads)) <= {torch.strided}:
+            return grads
     return [grad for grad in map(strided_grad, params) if grad is not None]
 
 
@@ -158,11 +160,15 @@ def _clip(
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
+    if (
+        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
+        and order == 2.0
+        and (norm := _clipped_by_plan(found, max_norm)) is not None
+    ):
+        return norm
     touched = _without(pending, found)
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    grads = strided_grads(touched)
-    if 0 in map(Tensor.numel, grads):
-        grads = [grad for grad in grads if grad.numel() > 0]
+    grads = [grad for grad in strided_grads(touched) if grad.numel() > 0]
     norms = [each.norm() for each in pending]
     if are_sharded:
         norms.append(_norm_over_ranks(touched, order, use_foreach))
@@ -180,6 +186,27 @@ def _clip(
             set_each(grads, "norm_before_clipping", norm)
     for each in pending:
         each.clip(norm, max_norm)
+    return norm
+
+
+def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
+    """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
+    grads = list(map(stored_grad, params))
+    if not all_there(grads) or 0 in map(Tensor.numel, grads):
+        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None and grad.numel()]
+        grads = list(map(stored_grad, params))
+    if set(map(dtype_of, grads)) != {torch.float32}:
+        return None
+    calls = [
+        PlannedCall("multi_tensor_unscale_l2norm", [(params, grads)], ()),
+        PlannedCall("multi_tensor_scale_clipped", [(params, grads), (params, grads)], (1,)),
+    ]
+    if (plan := make_plan([], calls)) is None:
+        return None
+    norm, each, flag = (torch.empty(size, device=grads[0].device) for size in ((), 0, ()))
+    if plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False) is None:
+        return None
+    set_each(grads, "norm_before_clipping", norm)
     return norm
 
 
