@@ -393,6 +393,22 @@ def test_what_is_no_plain_tensor_is_stepped_as_one(kind):
     assert_same(snapshot(optimizer), snapshot(plain))
 
 
+def test_a_model_is_converted_by_swaps_of_its_tensors():
+    """torch swaps no tensor that C++ code refers to."""
+    model = nn.Linear(3, 3)
+    optimizer = FusedAdam(model.parameters())
+    for step in range(3):
+        give(list(model.parameters()), gradients(list(model.parameters()), step))
+        optimizer.step()
+    optimizer.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight.dtype == torch.float64
+
+
 KEEPING = [{"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}]
 
 
