@@ -144,24 +144,26 @@ class Frames:
         whether the gradients from before need a check, too, because a skipped step may have left them. ``inv_scale``:
         in place of the frame's.
         """
-        frame = self.frames[-1]
-        nested = len(self.frames) > 1
+        frame, masters = self.frames[-1], self._masters
         factor = frame.inv_scale if inv_scale is None else inv_scale
-        base = self.frames[0].stash
-        is_usual = isinstance(factor, PerDevice) and not (nested or base or frame.is_window or done is not None)
+        is_alone = len(self.frames) == 1 and not (frame.stash or frame.is_window or done is not None)
+        is_usual = is_alone and isinstance(factor, PerDevice) and (masters.takes_pending or not masters.pairs)
+        is_usual = is_usual and masters.place.pending is None and masters.have_no_grads()
         if self.plan is not None:
             if is_usual and self._left_by_plan(self.plan, factor, found_inf):
                 return
-            self._masters.check()  # the beginning of the block has left that to the plan
-        before, self.plan = [p.grad for p in self._masters.leaves] if is_usual else [], None
+            masters.check()  # the beginning of the block has left that to the plan
+        if not is_usual:
+            return self._leave_plainly(frame, factor, found_inf, done, check_before)
+        before, self.plan = [p.grad for p in masters.leaves], None
         with ops.noted() as calls:
             self._leave_plainly(frame, factor, found_inf, done, check_before)
-        if is_usual and calls:
-            self.plan = frame_plan(self._masters, calls, before, self._masters.place.pending)
+        self.plan = frame_plan(masters, calls, before, masters.place.pending) if calls else None
+        return None
 
     def _left_by_plan(self, plan: FramePlan, factor: Any, found_inf: FoundInf) -> bool:
-        place, params = self._masters.place, self._masters.params_with_master
-        if plan.leaves is not self._masters.leaves or place.pending is not None or not self._masters.have_no_grads():
+        params = self._masters.params_with_master
+        if plan.leaves is not self._masters.leaves:
             return False
         # Views into buckets, see ``_of_masters``. Where one process alone has any, all are.
         suspects = params if is_distributed() else params[:1]
@@ -295,6 +297,7 @@ class Frames:
             return {}  # nothing to unscale, to check or to add
         grads: dict[Tensor, Tensor | None] = {}
         arrived, before, unseen = [], [], []
+        resolved = tensor_loops.all_resolved([grad for grad in map(grad_of, params) if grad is not None])
         # By place, because two parameters may hold one gradient.
         alone: dict[Any, Tensor] = {}
         for p in params:
@@ -305,7 +308,7 @@ class Frames:
             if new is not None and new.layout != torch.strided:
                 total = _add_sparse(new, old, factor, found_inf).to(p.dtype)
             elif new is not None:
-                total = _writable(new)
+                total = _writable(new, resolved)
                 if old is not None:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
@@ -426,9 +429,11 @@ def _place_of(t: Tensor) -> Any:
     return (t.data_ptr(), t.numel()) if type(t) is Tensor and t.numel() else id(t)
 
 
-def _writable(t: Tensor) -> Tensor:
-    """``t``, or a copy if its elements share memory (an expanded gradient), or torch negates them as it reads."""
-    return t if (t.is_contiguous() or reference.is_dense(t)) and tensor_loops.all_resolved([t]) else t.clone()
+def _writable(t: Tensor, resolved: bool) -> Tensor:
+    """``t``, or a copy if its elements share memory (an expanded gradient), or torch negates them as it reads.
+    ``resolved``: it does so with none."""
+    is_own = t.is_contiguous() or reference.is_dense(t)
+    return t if is_own and (resolved or tensor_loops.all_resolved([t])) else t.clone()
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
