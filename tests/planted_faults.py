@@ -238,7 +238,8 @@ FAULTS = [
     ),
     Fault(
         "a nested block adds to what the block around it has stashed", "ampctx",
-        "base = self.frames[0].stash", "base = self.frames[-2 if nested else 0].stash", f"{AMP}nested_blocks.py",
+        "len(self.frames) > 1, self.frames[0].stash", "len(self.frames) > 1, self.frames[-len(self.frames[:2])].stash",
+        f"{AMP}nested_blocks.py",
     ),
     Fault(
         "a nested block keeps the gradients of the block around it", "ampctx",
