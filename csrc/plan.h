@@ -2,8 +2,7 @@
 //
 // It compares what the calls came from (param groups, dicts of state, gradients, addresses, types and layouts) with
 // what was there then, reads everything before anything is written, and calls the kernels without torch's dispatcher.
-// Where something is not as it was, it returns a code, nothing has been written, and the plain code runs and makes a
-// new plan.
+// Where something is not as it was, nothing has been written, and the plain code runs and makes a new plan.
 //
 // It knows tensors as Python objects alone, and reads them through torch's DLPack exchange, and gradients through the
 // descriptor Tensor.grad. The functions hold the GIL, except while kernels run.
@@ -25,17 +24,8 @@ namespace plan {
 
 using python_abi::Reference;
 
-// What a plan returns where it does not run. ampctx/kernels/plan.py names them.
-enum Code {
-  kRuns = 0,
-  kGroups = 1,
-  kState = 2,
-  kNewGradients = 3,
-  kGradients = 4,
-  kTensors = 5,
-  kShared = 6,
-  kBusy = 7
-};
+// Whether a plan runs; kError: with an exception set.
+enum Code { kError = -1, kRuns, kDiffers };
 
 // Given by use_python(), and kept for good.
 struct Torch {
@@ -216,36 +206,38 @@ inline void prefetch(const View& view, const Known& known) {
   }
 }
 
-// The code for tensor `i` of the column.
-inline int read_tensor(Column& column, size_t i, PyObject* tensor) {
+// Null for `tensor` is an error of Python's.
+inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
   View view, &former = column.views[i];
-  const bool is_new = column.is_grads();
-  const int code = is_new ? kGradients : kTensors;
-  if (!tensor || (column.from != From::kList && !is_plain(tensor)) || !read(tensor, view)) return PyErr_Clear(), code;
+  if (!tensor || (column.from != From::kList && !is_plain(tensor)) || !read(tensor, view)) {
+    return PyErr_Clear(), kDiffers;
+  }
   if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
       layout_number(view) != column.known[i].layout) {
-    return code;
+    return kDiffers;
   }
-  if (is_new ? is_negated(tensor, view) : view.data != former.data) return code;
+  if (column.is_grads() ? is_negated(tensor, view) : view.data != former.data) return kDiffers;
   former = view;
   return kRuns;
 }
 
-inline int read_column(Column& column) {
+inline Code read_column(Column& column) {
   const size_t count = column.known.size();
   const bool is_given = column.read != nullptr, collects = !is_given && column.from != From::kList;
-  if (collects && !(column.read = PyList_New(count))) return -1;
+  if (collects && !(column.read = PyList_New(count))) return kError;
   for (size_t i = 0; i < count; ++i) {
     PyObject* const list = is_given ? column.read : column.owners;
     prefetch_item(list, i);
     if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.known[i + kAhead]);
-    PyObject* const owner = PyList_GetItem(list, i);
-    if (!owner) return PyErr_Clear(), kTensors;
-    const Reference grad(!is_given && column.is_grads() ? torch.get_grad(torch.grad, owner, nullptr) : nullptr);
-    PyObject* const tensor = grad.get()                      ? grad.get()
-                             : column.from == From::kEntries ? PyDict_GetItemWithError(owner, column.key)
-                                                             : owner;
-    if (const int code = read_tensor(column, i, tensor)) return code;
+    PyObject* tensor = PyList_GetItem(list, i);
+    Reference grad;
+    if (collects && tensor && column.is_grads()) {
+      grad = grad_of(tensor);
+      tensor = grad.get();
+    } else if (collects && tensor) {
+      tensor = PyDict_GetItemWithError(tensor, column.key);
+    }
+    if (const Code code = read_tensor(column, i, tensor)) return code;
     if (collects) PyList_SetItem(column.read, i, Py_NewRef(tensor));
   }
   return kRuns;
@@ -375,52 +367,53 @@ inline bool take_grads(const State& state) {
   return true;
 }
 
-// Returns a Code, or -1 with an exception set. `grads`: for each column of gradients a list in place of those in
-// `.grad` or None; or None for all. `takes`: see `take_grads`.
-inline int run_once(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share, bool takes) {
-  if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kGroups;
-  if (!same_state(state)) return kState;
+// `grads`: for each column of gradients a list in place of those in `.grad` or None; or None for all. `takes`: see
+// `take_grads`.
+inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share, bool takes) {
+  if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kDiffers;
+  if (!same_state(state)) return kDiffers;
   for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
-    if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return PyErr_Clear(), kNewGradients;
+    if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return PyErr_Clear(), kDiffers;
   }
   Py_ssize_t next = 0;
   for (Column& column : state.columns) {
     if (PyObject* const list = column.is_grads() && grads != Py_None ? PyList_GetItem(grads, next++) : Py_None;
         list != Py_None) {
-      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.known.size())) return PyErr_Clear(), kGradients;
+      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.known.size())) return PyErr_Clear(), kDiffers;
       Py_IncRef(column.read = list);
     }
-    if (const int code = read_column(column)) return code;
+    if (const Code code = read_column(column)) return code;
   }
-  if (!may_share && is_shared(state)) return kShared;
+  if (!may_share && is_shared(state)) return kDiffers;
   if (PyList_Size(arguments) != static_cast<Py_ssize_t>(state.calls.size())) {
     PyErr_SetString(PyExc_TypeError, "a plan takes the arguments of each of its calls");
-    return -1;
+    return kError;
   }
   std::vector<Given> given(state.calls.size());
   for (size_t i = 0; i < given.size(); ++i) {
-    if (!given[i].take(state, state.calls[i], PyList_GetItem(arguments, i))) return PyErr_Occurred() ? -1 : kTensors;
+    if (!given[i].take(state, state.calls[i], PyList_GetItem(arguments, i)))
+      return PyErr_Occurred() ? kError : kDiffers;
   }
-  if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return -1;
+  if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return kError;
   return kRuns;
 }
 
-// run(groups, arguments, grads, may_share, takes): a Code, or the list of the lists of gradients that were read.
+// run(groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
 inline PyObject* run(PyObject* self, PyObject* given) {
   PyObject *groups, *arguments, *grads;
   int may_share, takes;
   if (!PyArg_ParseTuple(given, "OOOpp", &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
-  if (!reinterpret_cast<Plan*>(self)->state) return PyLong_FromLong(kBusy);
-  State& state = *reinterpret_cast<Plan*>(self)->state;
-  if (state.is_running) return PyLong_FromLong(kBusy);  // of Python code that runs where an object dies
-  state.is_running = true;
-  const int code = run_once(state, groups, arguments, grads, may_share, takes);
-  PyObject* result = code < 0 ? nullptr : code > 0 ? PyLong_FromLong(code) : PyList_New(0);
-  for (Column& column : state.columns) {
-    if (code == 0 && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
+  State* const state = reinterpret_cast<Plan*>(self)->state;
+  // It may be running: Python code runs where an object dies.
+  if (!state || state->is_running) return Py_NewRef(Py_None);
+  state->is_running = true;
+  const Code code = run_once(*state, groups, arguments, grads, may_share, takes);
+  PyObject* result = code == kError ? nullptr : code == kDiffers ? Py_NewRef(Py_None) : PyList_New(0);
+  for (Column& column : state->columns) {
+    if (code == kRuns && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
     Py_CLEAR(column.read);
   }
-  state.is_running = false;
+  state->is_running = false;
   return result;
 }
 
@@ -614,8 +607,8 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   return PyBool_FromLong(true);
 }
 
-// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types): whether there will be
-// plans.
+// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types,
+// DisableTorchFunctionSubclass): whether there will be plans.
 inline PyObject* use_python(PyObject*, PyObject* given) {
   PyObject* capsule;
   Torch found;

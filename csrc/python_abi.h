@@ -1,5 +1,5 @@
-// Python's limited API, so that one library serves every Python from 3.10, and the exchange of tensors that torch offers
-// to C through DLPack: a tensor's address, type and layout without a way through the dispatcher.
+// Python's limited API, so that one library serves every Python from 3.10, and the exchange of tensors that torch
+// offers to C through DLPack: a tensor's address, type and layout without a way through the dispatcher.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace ampctx::python_abi {
 
@@ -55,7 +56,10 @@ class Reference {
   explicit Reference(PyObject* object = nullptr) : object_(object) {}
   Reference(Reference&& other) noexcept : object_(other.object_) { other.object_ = nullptr; }
   Reference(const Reference&) = delete;
-  Reference& operator=(const Reference&) = delete;
+  Reference& operator=(Reference&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   ~Reference() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
 

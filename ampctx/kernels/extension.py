@@ -66,8 +66,8 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # The module; None if it is not there.
-    library: Any = None
+    # The library; None if it is not there.
+    module: Any = None
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)

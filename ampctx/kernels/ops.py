@@ -88,7 +88,7 @@ def noted(make: bool = True) -> Iterator[list[OpCall]]:
 def is_direct(device_type: str) -> bool:
     """Whether ops on plain tensors of such devices need not go through torch's dispatcher, which costs more than the
     kernel of a small tensor."""
-    return PLANS and extension.library is not None and not is_watched() and extension.serves(device_type)
+    return PLANS and extension.module is not None and not is_watched() and extension.serves(device_type)
 
 
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
@@ -96,7 +96,7 @@ def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     where that is not known."""
     if not lists[0] or not is_direct(lists[0][0].device.type):
         return False
-    return bool(extension.library.are_uniform(lists))
+    return bool(extension.module.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:

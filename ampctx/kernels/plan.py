@@ -57,8 +57,8 @@ class Plan:
         Returns:
             The gradients of each column of gradients.
         """
-        found = self._made.run(groups, arguments, grads, may_share, takes)
-        return None if type(found) is int else found
+        found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
+        return found
 
 
 def make_plan(
@@ -79,13 +79,13 @@ def make_plan(
     """
     columns = [column for call in calls for column in call.columns]
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
-    if not PLANS or extension.library is None or is_watched() or not isinstance(first, Tensor):
+    if not PLANS or extension.module is None or is_watched() or not isinstance(first, Tensor):
         return None
     if not extension.serves(first.device.type):
         return None
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     # A column by its owners, so that the lists of a call which are one list are read once.
-    made = extension.library.make_plan(
+    made = extension.module.make_plan(
         list(groups),
         [list(group["params"]) for group in groups],
         list(mappings),
@@ -100,7 +100,7 @@ def make_plan(
 
 
 def _in_c(name: str) -> Callable[..., Any]:
-    return getattr(extension.library, name) if PLANS and extension.library is not None else lambda *given: None
+    return getattr(extension.module, name) if PLANS and extension.module is not None else lambda *given: None
 
 
 _have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_grads", "marks"))
@@ -131,8 +131,8 @@ def marks(tensors: list[Tensor]) -> bytes:
 
 def advanced(former: bytes) -> bytes:
     """The marks of tensors that one write each has changed since."""
-    if extension.library is not None:
-        return bytes(extension.library.advanced(former))
+    if extension.module is not None:
+        return bytes(extension.module.advanced(former))
     numbers = array("q", former)
     for i in range(0, len(numbers), 2):
         numbers[i] += 1

@@ -268,27 +268,27 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def check(seed: int, number: int) -> tuple[str, str]:
-    """Runs a call; the verdict and what is wrong, "" where nothing is."""
+    """Runs a call; the answer and what is wrong, "" where nothing is."""
     case = Case(seed, number)
     before = [_content(t) for t in case.tensors()]
-    verdict, result = case.run(COMPILED.namespace)
+    answer, result = case.run(COMPILED.namespace)
     after = [_content(t) for t in case.tensors()]
-    if verdict != "accepted" and "Expected Tensor but got None" in result:
-        return verdict, ""  # torch's stand-in for negative views: it makes the call, and fails as it writes back
-    if verdict != "accepted" and not all(map(_same, before, after)):
-        return verdict, f"was refused ({result}), and has changed a tensor"
+    if answer != "accepted" and "Expected Tensor but got None" in result:
+        return answer, ""  # torch's stand-in for negative views: it makes the call, and fails as it writes back
+    if answer != "accepted" and not all(map(_same, before, after)):
+        return answer, f"was refused ({result}), and has changed a tensor"
     other = Case(seed, number)
-    other_verdict, other_result = other.run(REFERENCE.namespace)
-    if other_verdict != "accepted" and "Inplace update to inference tensor" in other_result:
-        return verdict, ""  # torch's own ops ask for a clone, where the kernels just write
-    if (verdict == "accepted") != (other_verdict == "accepted"):
-        return verdict, f"compiled: {verdict} {result!s:.300}, reference: {other_verdict} {other_result!s:.300}"
-    if verdict == "accepted" and case.op in ELEMENTWISE_OPS and not case.shares_memory and not case.has_fp64_lists():
+    other_answer, other_result = other.run(REFERENCE.namespace)
+    if other_answer != "accepted" and "Inplace update to inference tensor" in other_result:
+        return answer, ""  # torch's own ops ask for a clone, where the kernels just write
+    if (answer == "accepted") != (other_answer == "accepted"):
+        return answer, f"compiled: {answer} {result!s:.300}, reference: {other_answer} {other_result!s:.300}"
+    if answer == "accepted" and case.op in ELEMENTWISE_OPS and not case.shares_memory and not case.has_fp64_lists():
         theirs = [_content(t) for t in other.tensors()]
         for i, (a, b) in enumerate(zip(after, theirs, strict=True)):
             if not _same(a, b):
-                return verdict, f"compiled and reference differ in tensor {i} of the arguments"
-    return verdict, ""
+                return answer, f"compiled and reference differ in tensor {i} of the arguments"
+    return answer, ""
 
 
 def child(seed: int, first: int, seconds: float, progress: Path) -> None:
@@ -305,8 +305,8 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
             file.seek(0)
             file.write(f"{number:>12}")
             file.flush()
-            verdict, problem = check(seed, number)
-            verdicts[verdict] += 1
+            answer, problem = check(seed, number)
+            verdicts[answer] += 1
             if problem:
                 wrong.append(f"call {number}, {Case(seed, number)}: {problem}")
             number += 1
