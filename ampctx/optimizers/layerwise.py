@@ -23,7 +23,7 @@ from torch import Tensor
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype, scalar, widest
+from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
@@ -69,11 +69,6 @@ def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> N
     multiply(updates, torch.where((of_params != 0) & (of_updates != 0), of_params / of_updates, 1.0))
 
 
-def trust(of_params: Tensor, of_grads: Tensor, coefficient: float, weight_decay: float, eps: float) -> Tensor:
-    """The rates of LARC and LARS."""
-    return coefficient * of_params / (of_grads + of_params * weight_decay + eps)
-
-
 class Layers:
     """Tensors that step together, in any mix of dtypes and layouts.
 
@@ -107,7 +102,7 @@ class Layers:
 
         ``taken``: the steps before, a number for each tensor; overwritten. After a skip directions are decay alone.
         """
-        read, factor = self.lists["grads"], _factor_of_op(factor)
+        read = self.lists["grads"]
         if weight_decay != 0 and not adam_w_mode:
             read = self.new()
             foreach.axpby(self.lists["grads"], weights, read, Unread(), factor, weight_decay)
@@ -138,13 +133,6 @@ def take_step(work: Work, moves: Sequence[Tensor], numbers: Mapping[str, Any]) -
     _work.call("sgd", work._replace(lists=lists), {**given, **numbers})
     if work.sharded:
         wrote(work.members)
-
-
-def _factor_of_op(factor: Factor) -> Factor:
-    """The ops accept an fp64 factor only on the CPU."""
-    if isinstance(factor, PerDevice) and factor.value.device.type != "cpu":
-        return PerDevice(factor.value.float())
-    return factor
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------
@@ -352,7 +340,7 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
         t = taken.to(widest(taken.device))
         rc1, rsc2 = (1 / (1 - beta1**t)).to(call.dtype), (1 / (1 - beta2**t).sqrt()).to(call.dtype)
     denominator = blended * rsc2 + group["eps"]
-    read, factor = lists["grads"], _factor_of_op(call.signed(call.inv_scale))
+    read, factor = lists["grads"], call.signed(call.inv_scale)
     inside = call.optimizer.moment_mode == 0
     if inside:
         read = call.new()
@@ -370,40 +358,21 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
     call.step(moves, group["lr"], weight_decay=0.0 if inside else decay)
 
 
-@torch.no_grad()
-def larc(
-    groups: Sequence[Group],
-    decays: Sequence[float],
-    members: Sequence[tuple[list[Tensor], list[Tensor]]],
-    found_inf: PerDevice | None,
-    inv_scale: Factor,
-    trust_coefficient: float,
-    eps: float,
-    clip: bool,
-) -> None:
-    """Rewrites gradients as the op of LARC does. One all_reduce.
+def larc_norms(
+    groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each group the norms of each parameter and of its gradient, where ranks hold parts: one all_reduce. Else [].
 
     ``members``: for each group its gradients and their parameters.
     """
+    if not any_split(groups):
+        return []
     norms = Norms(groups, "LARC.step()")
     of_w, of_g = norms.empty(), norms.empty()
     for grads, params in members:
         norms.add(of_w, params, local(params))
         norms.add(of_g, params, local(grads), inv_scale)
     norms.add_idle(of_w, [p for _, params in members for p in params])
-    of_w, of_g = norms.join(of_w, of_g)
-    for group, decay, (grads, params) in zip(groups, decays, members, strict=True):
-        w_norms, g_norms = (norms.of_params(values, params) for values in (of_w, of_g))
-        rates = trust(w_norms, g_norms, trust_coefficient, decay, eps)
-        if clip:
-            lr = group["lr"]
-            rates = (rates / (move(lr, rates.device) if isinstance(lr, Tensor) else lr)).clamp(max=1.0)
-        is_adapted = (w_norms != 0) & (g_norms != 0)
-        rates = torch.where(is_adapted, rates, 1.0)
-        decays_of = torch.where(is_adapted, -decay if group.get("maximize", False) else decay, 0.0)
-        for g, w, rate, of_decay in zip(local(grads), local(params), rates.unbind(), decays_of.unbind(), strict=True):
-            dtype, inv = compute_dtype(g, w), inv_scale.on(g.device) if isinstance(inv_scale, PerDevice) else inv_scale
-            rate, of_decay = (scalar(value, g, dtype) for value in (rate, of_decay))
-            new = ((g.to(dtype) * inv + of_decay * w.to(dtype)) * rate).to(g.dtype)
-            g.copy_(new if found_inf is None else torch.where(found_inf.on(g.device).reshape(()) != 0, g, new))
-        wrote(grads)
+    joined = norms.join(of_w, of_g)
+    rows = [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
+    return [list(zip(*of_group, strict=True)) for of_group in rows]
