@@ -76,14 +76,10 @@ class Lane:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """A place after the copies so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def be_followed(self, mark: torch.cuda.Event | None) -> None:
-        """What the current stream is given from now on comes after the mark. No host sync."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+    def be_followed(self) -> None:
+        """What the current stream is given from now on comes after the copies so far. No host sync."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """Waits on the host for the copies."""

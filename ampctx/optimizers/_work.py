@@ -17,6 +17,7 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers._options import Group, check_one_element
+from ampctx.optimizers._state_types import forms_of
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import SkipCounts, Step
 from ampctx.weights.store import EXTRAS
@@ -187,7 +188,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
     destination, is_pending, in_codes = kind
-    forms = optimizer._forms(group, in_codes)
+    forms = forms_of(SPECS[optimizer._op_of(group)], group, in_codes)
     states = optimizer._states(forms, destination, members.params)
     targets, extra = members.params, []
     if destination == "model":
@@ -210,8 +211,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
     compared = {"grads": grads, "params": params, **({"extras": extras} if extras else {})}
     compared |= {name: [state[key] for state in states] for name, key in forms.sized.items() if key is not None}
-    of_other_sizes = {**optimizer._one_element, **forms.scales}
-    along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
+    along = {name: local([state[key] for state in states]) for name, key in forms.along.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
     sharded, made = any_sharded(members.params), optimizer._numbers
     found = buckets(

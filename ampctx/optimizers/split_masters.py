@@ -218,7 +218,7 @@ class SplitMasters(torch.optim.Optimizer):
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
             rests: dict[Tensor, Tensor] = {}
-            for found in matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i)) or ():
+            for found in matched(given, self.param_groups) or ():
                 for p, name, state in found.states:
                     if p.dtype == torch.bfloat16 and _KEY in state:
                         check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
