@@ -22,13 +22,7 @@ Number: TypeAlias = float | Tensor
 class Call:
     """The checked arguments of one call: ``lists`` by name, all on ``device`` (the flag's if the lists are empty).
 
-    Tensors at one index have equally many elements. Dtypes and memory layouts may differ.
-
-    Args:
-        names: the lists' names, for messages. The caller may omit the last ``optional`` lists.
-
-    Raises:
-        AmpTypeError, AmpValueError: an argument does not fit. The message names function, list and index.
+    Dtypes and memory layouts may differ. The caller may omit the last ``optional`` lists.
     """
 
     def __init__(
@@ -98,10 +92,7 @@ class Call:
 
     @contextmanager
     def flag(self) -> Iterator[Tensor]:
-        """Yields the flag as a 0-d tensor on the device of the lists, and copies it back to the caller's at the end.
-
-        Host sync only if one of the two devices is the CPU and the other is not.
-        """
+        """The flag as a 0-d tensor on the device of the lists; copied back to the caller's at the end."""
         if self._flag.device == self.device:
             yield self._flag
             return

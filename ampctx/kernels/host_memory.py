@@ -32,26 +32,23 @@ def available_bytes() -> int | None:
 
 def buffers(params: Sequence[Tensor]) -> list[Tensor]:
     """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
-    result: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
+    # Of each block its size in elements, and its members: their places in the list and in the block.
+    blocks: dict[tuple[torch.dtype, bool], list[tuple[int, list[tuple[int, int]]]]] = {}
     for i, p in enumerate(params):
-        # Of a dense tensor empty_like keeps the strides.
-        like = torch.empty_like(p, device="meta", requires_grad=False)
-        kinds.setdefault((p.dtype, p.is_cuda), []).append((i, like))
-    for (dtype, pinned), members in kinds.items():
-        blocks: list[list[tuple[int, Tensor, int]]] = []
-        sizes: list[int] = []
-        step = _ALIGNMENT // dtype.itemsize
-        for i, like in members:
-            size = -(-like.numel() // step) * step
-            if not blocks or (sizes[-1] + size) * dtype.itemsize > _BLOCK_BYTES:
-                blocks.append([])
-                sizes.append(0)
-            blocks[-1].append((i, like, sizes[-1]))
-            sizes[-1] += size
-        for block, size in zip(blocks, sizes, strict=True):
+        step, found = _ALIGNMENT // p.dtype.itemsize, blocks.setdefault((p.dtype, p.is_cuda), [(0, [])])
+        size, (filled, members) = -(-p.numel() // step) * step, found[-1]
+        if members and (filled + size) * p.dtype.itemsize > _BLOCK_BYTES:
+            found.append((size, [(i, 0)]))
+        else:
+            members.append((i, filled))
+            found[-1] = filled + size, members
+    result: dict[int, Tensor] = {}
+    for (dtype, pinned), of_kind in blocks.items():
+        for size, members in of_kind:
             storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
-            for i, like, place in block:
+            for i, place in members:
+                # Of a dense tensor empty_like keeps the strides.
+                like = torch.empty_like(params[i], device="meta", requires_grad=False)
                 # Not a view, which would share its version with the others.
                 result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
     return [result[i] for i in range(len(params))]

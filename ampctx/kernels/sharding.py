@@ -39,11 +39,8 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def reshard_units(model: torch.nn.Module) -> None:
-    """Puts the parts of parameters back into a ``fully_shard`` model. No collective.
-
-    torch leaves the outermost unit gathered after a forward without backward. Until its next backward the model has
-    other parameters than the optimizer.
-    """
+    """Puts the parts of parameters back into a ``fully_shard`` model. No collective. torch leaves the outermost unit
+    gathered after a forward without backward, and the model then has other parameters than the optimizer."""
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
@@ -129,10 +126,8 @@ def laid_out_as(value: Any, like: Any) -> Tensor:
 class Grid:
     """The ranks over which some DTensors are spread: those of the largest of their meshes.
 
-    Attributes:
-        dims: the process group of each mesh dimension with several ranks.
-        groups: the process groups to reduce over, one after the other. The default group alone if the mesh has all its
-            ranks; otherwise ``dims``, since torch has no public way to make one group of several dimensions.
+    ``groups``: the process groups to reduce over, one after the other. The default group alone if the mesh has all its
+    ranks; else those of each dimension, as torch has no public way to make one group of several dimensions.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -208,10 +203,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
     """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums.
 
     A rank without a gradient takes part with zeros if the parameter had a pending sum before, and gets the sum if
-    another rank has one: a host sync on that rank.
-
-    Raises:
-        AmpRankError: a rank has never had such a gradient, and does not take part.
+    another rank has one: a host sync on that rank. AmpRankError: a rank has never had such a gradient.
     """
     if not any_sharded(params):
         return

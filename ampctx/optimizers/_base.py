@@ -171,7 +171,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
-        group["lr"] = _options.check_lr(group["lr"])
+        if group["lr"] is None:
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
+        rate = _options.check_number("lr", group["lr"])
+        group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
         for number in SPECS[self._op_of(group)].numbers:
             if number.type == "float" and not number.of:
                 check = _options.check_number if number.checked else _options.check_finite
@@ -212,33 +215,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
         super().add_param_group(param_group)
-        g = len(self.param_groups) - 1
+        g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            self._check_group(g)
+            self._check_options(group)
+            for i, p in enumerate(group["params"]):
+                if p.dtype not in KERNEL_DTYPES:
+                    _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
+                self._check_param(g, i, p)
             if self._offload is not None:
                 self._offload.add(self, g)
         except BaseException:
             del self.param_groups[g]
             raise
-        group = self.param_groups[g]
         # torch has warned. One op call with the parameter twice would write it twice in parallel.
         self._has_repeats |= len(set(group["params"])) != len(group["params"])
         if self.capturable:
             # A copy: the caller, or other groups, may use the same tensor.
             group["lr"] = _options.lr_tensor(group).detach().clone()
-
-    def _check_group(self, g: int) -> None:
-        group = self.param_groups[g]
-        self._check_given(group)
-        for i, p in enumerate(group["params"]):
-            if p.dtype not in KERNEL_DTYPES:
-                _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
-            self._check_param(g, i, p)
-
-    def _check_given(self, group: Group) -> None:
-        if group["lr"] is None:
-            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
-        self._check_options(group)
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
         if p.dtype == torch.float16 and self.master_weights == "split":
@@ -254,11 +247,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _lr_to_tensor(self) -> None:
         """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as
-        code that changes lr for one step puts that tensor back. No host sync.
-
-        Raises:
-            AmpValueError, AmpTypeError: an invalid lr. Nothing has changed then.
-        """
+        code that changes lr for one step puts that tensor back. An invalid lr changes nothing."""
         rates = [_options.lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -602,7 +591,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
             try:
-                self._check_given(group.saved)
+                self._check_options(group.saved)
             except AmpError as error:
                 raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
             for p, name, state in group.states:

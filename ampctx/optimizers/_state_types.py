@@ -50,11 +50,7 @@ def is_reduced(group: Group) -> bool:
 
 
 def check(of: str, ops: Sequence[str], group: Group) -> None:
-    """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: those of the optimizer, which name its state.
-
-    Raises:
-        AmpTypeError, AmpValueError: an invalid option, by name.
-    """
+    """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: of the optimizer, which name its state."""
     if not any(name in group for name in DEFAULTS):  # each step calls this
         return
     given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
@@ -121,7 +117,8 @@ def forms_of(spec: OpSpec, group: Group, in_codes: bool) -> Forms:
     """``in_codes``: whether the parameters are large enough for codes."""
     sized = {state.name: state.key if not state.if_set or group[state.if_set] else None for state in spec.sized}
     along = {state.name: state.key for state in reversed(spec.one_element)}
-    given, dtypes = group.get("state_dtype", _WIDE), dict[str, torch.dtype]()
+    given = group.get("state_dtype", _WIDE)
+    dtypes: dict[str, torch.dtype] = {}
     for state in spec.coded if is_reduced(group) else ():
         if sized.get(state.name) is None:
             continue
@@ -212,13 +209,8 @@ def _whole(t: Any) -> Tensor:
 
 @torch.no_grad()
 def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise.
-
-    A collective if codes are sharded otherwise than ``p``.
-
-    Raises:
-        AmpKeyError: codes without scales. AmpValueError: a wrong dtype or shape, by name.
-    """
+    """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise. A
+    collective if codes are sharded otherwise than ``p``."""
     coded = CODED[key]
     codes, scales = _checked(name, key, state)
     check_tensor(f"the state {coded.codes_key!r} of {name}", codes, p.shape, codes.dtype)

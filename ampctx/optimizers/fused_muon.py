@@ -272,11 +272,7 @@ def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
 
 
 def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
-    """``function`` of directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``.
-
-    Raises:
-        AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.
-    """
+    """``function`` of directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``."""
     # O1 and O4 leave autocast on between forward passes.
     with autocast_off():
         stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
