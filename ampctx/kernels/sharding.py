@@ -131,9 +131,11 @@ class Grid:
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.dims = _dims_of(mesh)
-        world = torch.distributed.group.WORLD
-        self.groups = [world] if len(self.dims) > 1 and _is_of(mesh, world, self.dims) else self.dims
+        self.dims = self.groups = _dims_of(mesh)
+        config, world = torch.distributed.get_backend_config, torch.distributed.group.WORLD
+        is_whole = len(self.dims) > 1 and world is not None and mesh.size() == world.size()
+        if is_whole and set(map(config, self.dims)) == {config(world)}:
+            self.groups = [world]
 
     def holds(self, mesh: Any) -> bool:
         """Whether each dimension of a mesh is one of the grid."""
@@ -154,13 +156,6 @@ class Grid:
 
 def _dims_of(mesh: Any) -> list[Any]:
     return [group for group in mesh.get_all_groups() if group.size() > 1]
-
-
-def _is_of(mesh: Any, group: Any, dims: list[Any]) -> bool:
-    """Whether the mesh has all ranks of a group, which has the backends of its dimensions."""
-    dist = torch.distributed
-    backends = {dist.get_backend_config(each) for each in dims}
-    return group is not None and mesh.size() == group.size() and backends == {dist.get_backend_config(group)}
 
 
 def grids_of(tensors: Iterable[Tensor]) -> dict[Any, Grid]:

@@ -123,14 +123,13 @@ class Layers:
         self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
 
 
-def take_step(work: Work, moves: Sequence[Tensor], numbers: Mapping[str, Any]) -> None:
-    """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call. The step counts advance.
-
-    ``numbers``: of the op of SGD: found_inf, lr, seed and others.
-    """
+def take_step(work: Work, moves: Sequence[Tensor], arguments: Mapping[str, Any], **options: Any) -> None:
+    """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call with these ``arguments`` of its
+    optimizer, whose gradients have been unscaled and turned round. The step counts advance. ``options``: of SGD."""
     lists = {"grads": moves, "momentum_buffers": [], **{n: work.lists[n] for n in ("params", "extras", "steps")}}
     given = {"inv_scale": 1.0, "maximize": False, "unscale_grads": False, **_SGD}
-    _work.call("sgd", work._replace(lists=lists), {**given, **numbers})
+    given |= {name: arguments[name] for name in ("found_inf", "lr", "seed")}
+    _work.call("sgd", work._replace(lists=lists), {**given, **options})
     if work.sharded:
         wrote(work.members)
 
@@ -226,12 +225,11 @@ class _Shards(Layers):
     """The tensors of one call of an optimizer's step."""
 
     def __init__(self, optimizer: Any, work: Work, scaling: Scaling) -> None:
-        found_inf = (
-            optimizer._zero_flag(work.device) if scaling.found_inf is None else scaling.found_inf.on(work.device)
-        )
-        super().__init__(work.lists, found_inf)
-        self.optimizer, self.work, self.scaling, self.group = optimizer, work, scaling, work.group
-        self.skip = found_inf.reshape(()) != 0
+        # The skip counts are for the op that takes the step.
+        self.arguments, self.skips = optimizer._arguments(work, scaling._replace(skips=None)), scaling.skips
+        super().__init__(work.lists, self.arguments["found_inf"])
+        self.optimizer, self.work, self.group = optimizer, work, work.group
+        self.skip = self.found_inf.reshape(()) != 0
         self.inv_scale = scaling.inv_scale
         if work.is_pending and scaling.pending is not None:
             self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
@@ -260,15 +258,12 @@ class _Shards(Layers):
     def run(self, op: str, lists: Lists, along: Lists, inv_scale: Any = 1.0, **numbers: Any) -> None:
         work = self.work._replace(kind=_PLAIN, lists={"extras": [], **lists, **along})
         factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
-        given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False, "skips": ()}
+        given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False}
         _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **given, **numbers})
 
-    def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
-        """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
-        work, skips = self.work, self.scaling.skips
-        given = {"found_inf": self.found_inf, "lr": _work.on_device(lr, work.device), "seed": self.group["seed"]}
-        counted = () if skips is None else skips.take(work.device)
-        take_step(work, moves, {**given, "skips": counted, **options})
+    def finish(self, moves: Sequence[Tensor], **options: Any) -> None:
+        skips = () if self.skips is None else self.skips.take(self.work.device)
+        take_step(self.work, moves, self.arguments, skips=skips, **options)
 
 
 def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
@@ -300,7 +295,7 @@ def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
     for call, moves in zip(calls, updates, strict=True):
         if has_ratio(call.group):
             adapt(moves, norms.of(of_w, call), norms.of(of_u, call))
-        call.step(moves, call.group["lr"])
+        call.finish(moves)
 
 
 def novograd(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
@@ -355,7 +350,7 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
     averaged = {"grads": read, "params": moves, "momentum_buffers": lists["exp_avgs"]}
     call.run("sgd", averaged, along, factor, lr=-1.0, **average)
     multiply(moves, rc1 if inside else rc1 / denominator)
-    call.step(moves, group["lr"], weight_decay=0.0 if inside else decay)
+    call.finish(moves, weight_decay=0.0 if inside else decay)
 
 
 def larc_norms(
