@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,3 +67,18 @@ def buckets(
         for of_bucket, t in zip(found[key].lists, row, strict=True):
             of_bucket.append(t)
     return list(found.values())
+
+
+def stacks(sizes: Iterable[tuple[Any, int]], most: int) -> list[list[int]]:
+    """Sorts (kind, size) into stacks: lists of places of one kind, in order, with at most ``most`` together, or one
+    place with more."""
+    found: list[list[int]] = []
+    unfilled: dict[Any, tuple[list[int], int]] = {}
+    for i, (kind, size) in enumerate(sizes):
+        stack, room = unfilled.get(kind, ([], 0))
+        if not stack or size > room:
+            stack, room = [], most
+            found.append(stack)
+        stack.append(i)
+        unfilled[kind] = stack, room - size
+    return found

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ampctx.kernels.grouping import stacks
 
 # Memory is pinned in blocks of this size: many small ones take minutes.
 _BLOCK_BYTES = 2**28
@@ -32,25 +35,17 @@ def available_bytes() -> int | None:
 
 def buffers(params: Sequence[Tensor]) -> list[Tensor]:
     """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
-    # Of each block its size in elements, and its members: their places in the list and in the block.
-    blocks: dict[tuple[torch.dtype, bool], list[tuple[int, list[tuple[int, int]]]]] = {}
-    for i, p in enumerate(params):
-        step, found = _ALIGNMENT // p.dtype.itemsize, blocks.setdefault((p.dtype, p.is_cuda), [(0, [])])
-        size, (filled, members) = -(-p.numel() // step) * step, found[-1]
-        if members and (filled + size) * p.dtype.itemsize > _BLOCK_BYTES:
-            found.append((size, [(i, 0)]))
-        else:
-            members.append((i, filled))
-            found[-1] = filled + size, members
+    sizes = [-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in params]
     result: dict[int, Tensor] = {}
-    for (dtype, pinned), of_kind in blocks.items():
-        for size, members in of_kind:
-            storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
-            for i, place in members:
-                # Of a dense tensor empty_like keeps the strides.
-                like = torch.empty_like(params[i], device="meta", requires_grad=False)
-                # Not a view, which would share its version with the others.
-                result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
+    for places in stacks((((p.dtype, p.is_cuda), size) for p, size in zip(params, sizes, strict=True)), _BLOCK_BYTES):
+        dtype, pinned = params[places[0]].dtype, params[places[0]].is_cuda
+        starts = [0, *accumulate(sizes[i] // dtype.itemsize for i in places)]
+        storage = torch.empty(starts.pop(), dtype=dtype, pin_memory=pinned).untyped_storage()
+        for i, start in zip(places, starts, strict=True):
+            # Of a dense tensor empty_like keeps the strides.
+            like = torch.empty_like(params[i], device="meta", requires_grad=False)
+            # Not a view, which would share its version with the others.
+            result[i] = torch.empty(0, dtype=dtype).set_(storage, start, like.shape, like.stride())
     return [result[i] for i in range(len(params))]
 
 

@@ -368,7 +368,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for kind, found in kinds.items():
                 works += _work.works_of(self, group, kind, found, scaling)
         if self._call_elements is not None:
-            works = [piece for work in works for piece in work.pieces(self._call_elements, self._numbers)]
+            most, made = self._call_elements, self._numbers
+            works = [part for work in works for part in work.parts([None] * len(work.members), most, made)]
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works

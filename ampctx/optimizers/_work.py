@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampctx.kernels import reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
-from ampctx.kernels.grouping import buckets
+from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
@@ -154,27 +154,21 @@ class Work(NamedTuple):
         """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
         return self.fused and not self.sharded and not self.relaid
 
-    def part(self, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
-        """The op call for some of the members. ``is_first``: of the parts, which copies of gradients go with.
+    def parts(self, kinds: Sequence[Any], most: int, made: Numbers) -> list[Work]:
+        """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more.
         ``made``: the optimizer's ``numbers`` of earlier calls."""
+        found = stacks(zip(kinds, map(Tensor.numel, self.lists["params"]), strict=True), most)
+        return [self._part(places, places is found[0], made) for places in found]
+
+    def _part(self, places: list[int], is_first: bool, made: Numbers) -> Work:
         lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in self.lists.items()}
         numbers, random = self.numbers, self.random
         if random:
             numbers = [numbers[i] for i in places]
             random = {**random, "numbers": _numbers_on(made, self.device, numbers, lists["params"])}
+        # All copies of gradients go with the first.
         members, relaid = [self.members[i] for i in places], self.relaid if is_first else ()
         return self._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
-
-    def pieces(self, most: int, made: Numbers) -> Iterator[Work]:
-        """The call as several, each of the members up to ``most`` elements, or of one that has more."""
-        starts, size = [0], 0
-        for i, p in enumerate(self.members):
-            size += p.numel()
-            if i > starts[-1] and size > most:
-                starts.append(i)
-                size = p.numel()
-        for start, end in zip(starts, [*starts[1:], len(self.members)], strict=True):
-            yield self.part(range(start, end), start == 0, made)
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:

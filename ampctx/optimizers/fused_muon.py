@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
 from ampctx.optimizers import _options, _work, layerwise
@@ -132,9 +133,8 @@ class FusedMuon(FusedOptimizer):
             if not work.group["use_muon"]:
                 works.append(work)
                 continue
-            pairs = zip(work.members, work.lists["params"], strict=True)
-            found = stacks(((*p.shape[-2:], has_split_matrices(p)), part.numel()) for p, part in pairs)
-            works += [work.part(places, places is found[0], self._numbers) for places in found]
+            kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
+            works += work.parts(kinds, MOST_ELEMENTS, self._numbers)
         return works
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
@@ -196,7 +196,7 @@ class FusedMuon(FusedOptimizer):
                 # A parameter without gradient on this rank takes part: another rank may have one.
                 members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
                 for placed, alike in by_layout(members).items():
-                    for places in stacks((p.shape, p.numel()) for p in alike):
+                    for places in stacks(((p.shape, p.numel()) for p in alike), MOST_ELEMENTS):
                         with autocast_off():
                             self._orthogonalize_rows(group, placed, [alike[i] for i in places], directions)
         for work, arguments in calls:
@@ -262,21 +262,6 @@ def newton_schulz(stack: Tensor, coefficients: Sequence[float], steps: int, eps:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
-    """Sorts (kind, number of elements) into stacks: lists of places of one kind, in order, with at most
-    ``MOST_ELEMENTS``, or one place with more."""
-    found: list[list[int]] = []
-    unfilled: dict[Any, tuple[list[int], int]] = {}
-    for i, (kind, elements) in enumerate(matrices):
-        stack, room = unfilled.get(kind, ([], 0))
-        if not stack or elements > room:
-            stack, room = [], MOST_ELEMENTS
-            found.append(stack)
-        stack.append(i)
-        unfilled[kind] = stack, room - elements
-    return found
 
 
 def _checked(result: Any, part: Tensor) -> Tensor:

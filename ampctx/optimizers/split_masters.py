@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
+from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
@@ -134,14 +135,9 @@ class SplitMasters(torch.optim.Optimizer):
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(self._of_proxies(group))
-        chunks, room = list[list[Tensor]](), 0
-        for p in stepped:
-            if not chunks or 4 * p.numel() > room:
-                chunks, room = [*chunks, []], self.chunk_bytes
-            chunks[-1].append(p)
-            room -= 4 * p.numel()
-        for chunk in chunks:
-            self._step_chunk(chunk)
+        params = list(stepped)
+        for places in stacks(((None, 4 * p.numel()) for p in params), self.chunk_bytes):
+            self._step_chunk([params[i] for i in places])
         return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
