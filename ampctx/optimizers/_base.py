@@ -340,7 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return
             self._plan = None
         plan = None
-        works = self._new_works(scaling)
+        works = [work.drawing(self._numbers) for work in self._new_works(scaling)]
         calls = _work.each_gradient_once(works) if scaling.unscales else works
         if self._split_step is not None and layerwise.any_split(self.param_groups):
             self._split_step(calls, scaling)
@@ -368,8 +368,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for kind, found in kinds.items():
                 works += _work.works_of(self, group, kind, found, scaling)
         if self._call_elements is not None:
-            most, made = self._call_elements, self._numbers
-            works = [part for work in works for part in work.parts([None] * len(work.members), most, made)]
+            most = self._call_elements
+            works = [part for work in works for part in work.parts([None] * len(work.members), most)]
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
@@ -392,7 +392,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         pending_grads = {} if scaling.pending is None else scaling.pending.grads
         place_grads(group["params"])
         first = sum(len(group["params"]) for group in self.param_groups[:g])
-        strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
+        strided, smallest_coded = torch.strided, _state_types.smallest_coded(group)
+        found: dict[Kind, Members] = {}
         for i, p in enumerate(group["params"]):
             if self._has_repeats and any(p is other for other in group["params"][:i]):
                 continue
@@ -406,11 +407,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_param(g, i, p)
             destination = "model" if p in scaling.models else self.layout_of(p)
             kind = (destination, is_pending, p.numel() >= smallest_coded)
-            if kind not in found:
-                found[kind] = Members([], [], [])
-            found[kind].params.append(p)
-            found[kind].grads.append(grad)
-            found[kind].numbers.append(first + i)
+            members = found.setdefault(kind, Members([], [], []))
+            members.params.append(p)
+            members.grads.append(grad)
+            members.numbers.append(first + i)
         return found
 
     def layout_of(self, p: Tensor) -> str:

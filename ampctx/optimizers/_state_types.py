@@ -43,10 +43,14 @@ def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
     return {} if given == DEFAULTS else given
 
 
+def _choices(group: Group) -> list[Any]:
+    given = group.get("state_dtype", _WIDE)
+    return list(given.values()) if isinstance(given, dict) else [given]
+
+
 def is_reduced(group: Group) -> bool:
     """Whether some state may be below fp32."""
-    given = group.get("state_dtype", _WIDE)
-    return given is not _WIDE and (not isinstance(given, dict) or any(v is not _WIDE for v in given.values()))
+    return any(choice is not _WIDE for choice in _choices(group))
 
 
 def check(of: str, ops: Sequence[str], group: Group) -> None:
@@ -84,10 +88,7 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
 
 def smallest_coded(group: Group) -> float:
     """The size from which parameters of a group have codes; inf if none have."""
-    given = group.get("state_dtype", _WIDE)
-    has_codes = given == "8bit" or (isinstance(given, dict) and "8bit" in given.values())
-    size: float = group.get("min_8bit_size", _MIN_8BIT_SIZE)
-    return size if has_codes else math.inf
+    return group.get("min_8bit_size", _MIN_8BIT_SIZE) if "8bit" in _choices(group) else math.inf
 
 
 # --- forms of state ---------------------------------------------------------------------------------------------------
@@ -321,12 +322,7 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise AmpTypeError("unpack_state: state_dict must be what optimizer.state_dict() returned")
 
-    on_cpu = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
-    states = {
-        key: unpacked(state, f"parameter {key!r}") if isinstance(state, Mapping) else state
-        for key, state in on_cpu.items()
-    }
-    groups = [
-        {key: value for key, value in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]
-    ]
+    states = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
+    states |= {key: unpacked(s, f"parameter {key!r}") for key, s in states.items() if isinstance(s, Mapping)}
+    groups = [{key: v for key, v in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]]
     return {**state_dict, "state": states, "param_groups": groups}

@@ -112,20 +112,6 @@ Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
 _MOST_NUMBERS = 64
 
 
-def _numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-    """The numbers of the parameters that have elements, int64 on ``device``. Made once, as a captured graph keeps the
-    address. No host sync."""
-    key = device, tuple(n for n, p in zip(numbers, params, strict=True) if p.numel())
-    if key not in made:
-        found = move(torch.tensor(key[1], dtype=torch.int64), device)
-        if torch.compiler.is_compiling():
-            return found
-        if len(made) >= _MOST_NUMBERS:
-            del made[next(iter(made))]
-        made[key] = found
-    return made[key]
-
-
 class Work(NamedTuple):
     """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
@@ -139,7 +125,7 @@ class Work(NamedTuple):
     members: list[Tensor]
     lists: dict[str, Any]
     sharded: bool = False  # whether some members are DTensors
-    # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
+    # The numbers of the members, and the op's ``stochastic_state`` and ``numbers`` if it draws random bits.
     numbers: Sequence[int] = ()
     random: Mapping[str, Any] = {}
     # (gradient, its copy for the op), for gradients to unscale.
@@ -154,21 +140,30 @@ class Work(NamedTuple):
         """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
         return self.fused and not self.sharded and not self.relaid
 
-    def parts(self, kinds: Sequence[Any], most: int, made: Numbers) -> list[Work]:
-        """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more.
-        ``made``: the optimizer's ``numbers`` of earlier calls."""
-        found = stacks(zip(kinds, map(Tensor.numel, self.lists["params"]), strict=True), most)
-        return [self._part(places, places is found[0], made) for places in found]
+    def parts(self, kinds: Sequence[Any], most: int) -> list[Work]:
+        """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more."""
+        found, relaid = [], self.relaid
+        for places in stacks(zip(kinds, map(Tensor.numel, self.lists["params"]), strict=True), most):
+            lists = {name: [ts[i] for i in places] if ts else ts for name, ts in self.lists.items()}
+            members, numbers = [self.members[i] for i in places], [self.numbers[i] for i in places]
+            # All copies of gradients go with the first.
+            found.append(self._replace(members=members, lists=lists, numbers=numbers, relaid=relaid))
+            relaid = ()
+        return found
 
-    def _part(self, places: list[int], is_first: bool, made: Numbers) -> Work:
-        lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in self.lists.items()}
-        numbers, random = self.numbers, self.random
-        if random:
-            numbers = [numbers[i] for i in places]
-            random = {**random, "numbers": _numbers_on(made, self.device, numbers, lists["params"])}
-        # All copies of gradients go with the first.
-        members, relaid = [self.members[i] for i in places], self.relaid if is_first else ()
-        return self._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
+    def drawing(self, made: Numbers) -> Work:
+        """The call with the numbers of the parameters that have elements, int64 on the device, if it draws random bits.
+        Made once, as a captured graph keeps the address. No host sync."""
+        if not self.random:
+            return self
+        pairs = zip(self.numbers, self.lists["params"], strict=True)
+        key = self.device, tuple(number for number, p in pairs if p.numel())
+        found = made[key] if key in made else move(torch.tensor(key[1], dtype=torch.int64), self.device)
+        if key not in made and not torch.compiler.is_compiling():
+            if len(made) >= _MOST_NUMBERS:
+                del made[next(iter(made))]
+            made[key] = found
+        return self._replace(random={**self.random, "numbers": found})
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
@@ -207,20 +202,17 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     compared |= {name: [state[key] for state in states] for name, key in forms.sized.items() if key is not None}
     along = {name: local([state[key] for state in states]) for name, key in forms.along.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
-    sharded, made = any_sharded(members.params), optimizer._numbers
+    sharded = any_sharded(members.params)
     found = buckets(
         *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
     )
     for device, fused, (*lists, stepped, numbers) in found:
         named = {**empty, **dict(zip([*compared, *along], lists, strict=True))}
-        drawn: Sequence[int] = ()
-        random: dict[str, Any] = {}
-        if forms.dtypes or destination == "stochastic":
+        random = {"stochastic_state": bool(forms.dtypes)} if forms.dtypes or destination == "stochastic" else {}
+        if random and sharded:
             # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
-            drawn = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)] if sharded else numbers
-            random = {"numbers": _numbers_on(made, device, drawn, named["params"])}
-            random["stochastic_state"] = bool(forms.dtypes)
-        yield Work(group, kind, device, fused, stepped, named, sharded, drawn, random, relaid)
+            numbers = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)]
+        yield Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
         relaid = ()
 
 

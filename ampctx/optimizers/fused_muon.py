@@ -134,7 +134,7 @@ class FusedMuon(FusedOptimizer):
                 works.append(work)
                 continue
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
-            works += work.parts(kinds, MOST_ELEMENTS, self._numbers)
+            works += work.parts(kinds, MOST_ELEMENTS)
         return works
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:

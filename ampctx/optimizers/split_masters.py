@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ class SplitMasters(torch.optim.Optimizer):
             ValueError: torch's, for a checkpoint of other groups.
             AmpValueError: a remainder of another dtype or shape, by name. Nothing has changed then.
         """
-        inner = self.inner
+        inner, kept = self.inner, dict[Any, Any]()
         assert inner is not None
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -228,17 +229,15 @@ class SplitMasters(torch.optim.Optimizer):
             self._share_options_and_state(inner)
             for p, rest in rests.items():
                 self.state[p][_KEY] = rest.to(p.device, copy=True)
-            kept = dict(self.state)
-            hooks.append(self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True))
+            kept.update(self.state)
             return {**given, "state": {}}
 
-        # The last hook before torch's own work, so that the user's hooks come first.
-        hooks = [self.register_load_state_dict_pre_hook(before)]
-        try:
+        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
+        with ExitStack() as hooks:
+            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
+            after = self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True)
+            hooks.callback(after.remove)
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")
