@@ -65,10 +65,6 @@ def _fake_nothing(*args):
     _check_fake([t for tensors in lists for t in tensors], scalars) if lists else _check_fake(scalars)
 
 
-def _fake_block_factors(scale):
-    return tuple(scale.new_empty(()) for _ in range(3))
-
-
 def _fake_norms(tensors, found_inf, *args):
     _check_fake(tensors, [found_inf, *(arg for arg in args if isinstance(arg, Tensor))])
     per_tensor = next(arg for arg in args if isinstance(arg, bool))
@@ -78,17 +74,15 @@ def _fake_norms(tensors, found_inf, *args):
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
-def _fake_norms_and_update(*args):
-    norm, each = _fake_norms(*args)
-    return norm, each, torch.empty_like(norm)
-
-
 FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(FALLBACKS, _fake_nothing),
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
-    "block_factors": _fake_block_factors,
+    "multi_tensor_unscale_l2norm_and_update": lambda *args: (
+        *(norms := _fake_norms(*args)),
+        torch.empty_like(norms[0]),
+    ),
+    "block_factors": lambda scale: tuple(scale.new_empty(()) for _ in range(3)),
 }
 
 
