@@ -49,10 +49,7 @@ FALLBACKS = {schema.partition("(")[0]: fallback(schema) for schema in SCHEMAS}
 
 
 def _check_fake(tensors: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
-    """Refuses mixed devices. Calls with a meta tensor come here too, and must not silently do nothing.
-
-    ``scalars`` may be on the CPU.
-    """
+    """Refuses mixed devices; ``scalars`` may be on the CPU. Calls with a meta tensor come here, too."""
     devices = {t.device for t in tensors}
     if len(devices) > 1 or any(t.device.type != "cpu" and t.device not in devices for t in scalars if devices):
         found = sorted({str(t.device) for t in (*tensors, *scalars)})
@@ -98,9 +95,7 @@ def _routed(name: str, found: Callable[[], Extension]) -> Callable[..., Any]:
 
 def define(namespace: str, found: Callable[[], Extension] | None = None) -> torch.library.Library:
     """Defines every op in ``namespace`` with its fallback and fake kernel, for as long as the returned object lives.
-
-    ``found()`` gives the kernels that fallbacks hand calls on to.
-    """
+    ``found()`` gives the kernels that fallbacks hand calls on to."""
     library = torch.library.Library(namespace, "DEF")
     for schema in SCHEMAS:
         name = schema.partition("(")[0]

@@ -194,11 +194,8 @@ def _required() -> str:
 
 
 def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
-    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already.
-
-    ``define`` defines the same ops in another namespace. A missing or unusable library gives one RuntimeWarning. It
-    raises ExtensionError if the environment variable AMPCTX_REQUIRE_EXTENSION is 1 or cpu (CPU kernels) or cuda (both).
-    """
+    """Registers the compiled kernels for the ops of ``namespace``; ``define`` defines these in another one. Without a
+    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both)."""
     required = _required()
     try:
         library = _open(path)

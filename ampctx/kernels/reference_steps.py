@@ -38,10 +38,8 @@ _32_BITS = 0xFFFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits an fp32 tensor into bf16, rounded to nearest (ties away from zero), and the int16 remainder of its bits.
-
-    A nan becomes the quiet nan of its sign and 0.
-    """
+    """Splits an fp32 tensor into bf16, rounded to nearest (ties away from zero), and the int16 remainder of its bits. A
+    nan becomes the quiet nan of its sign and 0."""
     bits = master.view(torch.int32)
     # The largest nans would round up to zero with the other sign.
     bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
@@ -99,10 +97,8 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, step: Tensor, tensor: int | Tensor, place: Tensor) -> Tensor:
-    """32 random bits for each place (int64).
-
-    They depend only on seed, step count, ``tensor`` (the number of the parameter) and place in memory.
-    """
+    """32 random bits for each place in memory (int64). They depend only on it, on seed, step count, and ``tensor``, the
+    number of the parameter."""
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
     # The mask keeps Python's unbounded product in 64 bits; a tensor wraps by itself.
     number = _wrapped(_GOLDEN * (tensor + 1)) if isinstance(tensor, int) else (tensor + 1) * _GOLDEN
@@ -118,10 +114,8 @@ def state_bits(random: Tensor, i: int) -> Tensor:
 
 
 def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Rounds fp32 ``w`` at random to a value of the 16-bit ``dtype``; the nearer value is likelier. Returns fp32.
-
-    Non-finite values stay.
-    """
+    """Rounds fp32 ``w`` at random to a value of the 16-bit ``dtype``, as fp32; the nearer is likelier. inf and nan
+    stay."""
     dropped = 16 if dtype == torch.bfloat16 else 13
     mask = (1 << dropped) - 1
     raw = w.view(torch.int32)
@@ -134,13 +128,11 @@ def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(w), result, w)
 
 
-def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype) -> Tensor:
+def _weight(p: Tensor, extra: Any, write_back: int, dtype: torch.dtype) -> Tensor:
     """The weight before the update."""
     if write_back == SPLIT:
-        assert extra is not None
         return join(p, extra.reshape(p.shape)).to(dtype)
     if write_back == KAHAN:
-        assert extra is not None
         return p.to(dtype) + extra.reshape(p.shape).to(dtype)
     return p.to(dtype)
 

@@ -118,11 +118,8 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
-    """Copies ``state`` for parameter ``p`` to its device, with tensors of its size in its layout and the state's dtype.
-    Refuses a tensor of another size or dtype, by name.
-
-    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out.
-    """
+    """Copies ``state`` to the device of ``p``, with tensors of its size in its layout. Refuses other sizes and dtypes.
+    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out."""
     result: State = {}
     for key, value in state.items():
         if key in dropped:
@@ -188,11 +185,8 @@ def _number(value: Any, where: str, p: Tensor) -> Tensor:
 
 
 def without_amp(optimizer: Any, *transient: str) -> dict[str, Any]:
-    """The attributes of an optimizer for a copy or a pickle, but for those with the names ``transient``.
-
-    Without hooks (private in torch), as torch's own optimizers; without methods that an LR scheduler or amp has
-    replaced on the instance, and objects that amp has marked with an attribute ``of_amp``: these refer to the original.
-    """
+    """The attributes of an optimizer for a copy or a pickle, without ``transient`` ones, torch's hooks, methods that an
+    LR scheduler or amp has replaced, and objects that amp has marked ``of_amp``: these refer to the original."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -12,7 +12,7 @@ On a CUDA device the twins are pinned, and copies have a stream of their own. El
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels import foreach, tensor_loops
-from ampctx.kernels.foreach import Factor, PerDevice, Unread
+from ampctx.kernels import tensor_loops
+from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import param_name, with_grads
-from ampctx.optimizers._work import Scaling
+from ampctx.optimizers._work import Scaling, unscale
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
 CALL_ELEMENTS = 2**24
@@ -171,7 +171,9 @@ class Offload:
         for lane in lanes.values():
             lane.be_followed()  # before the device changes a gradient, or frees it
         if scaling.unscales:
-            _unscale(list(grads.values()), scaling)
+            # Unless it is skipped: as the step of an optimizer without offload does.
+            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads.values()}
+            unscale(list(unique.values()), scaling.found_inf, scaling.inv_scale)
         to_send = {self._twins[p].weight: p for p in grads}
 
         def send(weights: Iterable[Tensor]) -> None:
@@ -217,14 +219,3 @@ class Offload:
 
 def _of(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}(offload='cpu')"
-
-
-def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:
-    """Unscales gradients in place, as the step of an optimizer without offload does, unless it is skipped."""
-    each = list({grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads}.values())
-    factor: Factor = scaling.inv_scale
-    if scaling.found_inf is not None:
-        flag = scaling.found_inf.value
-        inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
-        factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
-    foreach.scale(each, each, Unread(), factor)

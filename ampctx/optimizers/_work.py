@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import reference_steps, steps, tensor_loops
+from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor
@@ -231,6 +231,15 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
+
+
+def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor) -> None:
+    """Unscales gradients in place, unless the step is skipped. No host sync."""
+    if found_inf is not None:
+        flag = found_inf.value
+        inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
+        factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
+    foreach.scale(grads, grads, foreach.Unread(), factor)
 
 
 def settings_of(optimizer: Any) -> list[Any]:

@@ -46,11 +46,8 @@ _NO_STEP |= {"global_grad_norm": 0.0, "max_grad_norm": 0.0}
 
 
 def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> None:
-    """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts.
-
-    By the names of its arguments, ``lists`` of parameter size (those of state may be left out), the lists ``along``,
-    and ``numbers``.
-    """
+    """An op of ``ampctx.optimizer_ops``, once for each combination of dtypes and layouts. ``lists``: of parameter size;
+    those of state may be left out. ``along``: its other lists."""
     kind = ("copy", False, False) if "extras" in lists else _PLAIN
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
     for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
@@ -143,10 +140,8 @@ def any_split(groups: Iterable[Group]) -> bool:
 
 
 class Norms:
-    """Norms of tensors that belong to the parameters of an optimizer, joined over the ranks.
-
-    ``groups``: its groups, the same on every rank. ``call``: for messages of failed collectives.
-    """
+    """Norms of tensors of an optimizer's parameters, joined over the ranks, on which its groups are the same. ``call``:
+    for messages of failed collectives."""
 
     def __init__(self, groups: Sequence[Group], call: str) -> None:
         self._call = call
@@ -234,11 +229,7 @@ class _Shards(Layers):
         if work.is_pending and scaling.pending is not None:
             self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
         if scaling.unscales and not work.is_pending:
-            # Stores the unscaled gradients, unless the step is skipped.
-            inv_scale = self.inv_scale
-            factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
-            grads = self.lists["grads"]
-            foreach.scale(grads, grads, Unread(), PerDevice(torch.where(self.skip, 1.0, factor)))
+            _work.unscale(self.lists["grads"], scaling.found_inf, self.inv_scale)
             self.inv_scale = 1.0
 
     def weights(self) -> Sequence[Tensor]:
@@ -357,9 +348,7 @@ def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """For each group the norms of each parameter and of its gradient, where ranks hold parts: one all_reduce. Else [].
-
-    ``members``: for each group its gradients and their parameters.
-    """
+    ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):
         return []
     norms = Norms(groups, "LARC.step()")
