@@ -16,9 +16,8 @@ from torch import nn
 from ampctx import clip_grad_norm_
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
-from ampctx.kernels.grouping import stacks
 from ampctx.optimizers import FusedAdam, FusedMuon, fused_muon
-from ampctx.optimizers.fused_muon import newton_schulz
+from ampctx.optimizers.fused_muon import newton_schulz, stacks
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(32, 64), (64, 16), (32, 64)]
