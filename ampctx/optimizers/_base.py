@@ -407,7 +407,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_param(g, i, p)
             destination = "model" if p in scaling.models else self.layout_of(p)
             kind = (destination, is_pending, p.numel() >= smallest_coded)
-            members = found.setdefault(kind, Members([], [], []))
+            if kind not in found:
+                found[kind] = Members([], [], [])
+            members = found[kind]
             members.params.append(p)
             members.grads.append(grad)
             members.numbers.append(first + i)

@@ -180,4 +180,5 @@ class LARC:
                 else:
                     given |= {"inv_scale": factor(inv), "lr": factor(given["lr"])}
                     reference_steps.run("larc", {**given, "norms": joined[0] if joined else None})
-            wrote(grads)
+            if along:  # DTensors
+                wrote(grads)
