@@ -27,6 +27,13 @@ def _has_kernel(devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], 
     return is_known and all(device == devices[0] for device in devices)
 
 
+def _is_uniform(tensors: Sequence[Tensor]) -> bool:
+    """``are_uniform`` in Python, without a new object for each tensor: many would trigger garbage collection."""
+    kinds = [set(map(of, tensors)) for of in (device_of, dtype_of, layout_of)]
+    is_one = all(len(kind) == 1 for kind in kinds) and kinds[2] == {torch.strided}
+    return is_one and all(map(Tensor.is_contiguous, tensors))
+
+
 def _agree(row: Sequence[Tensor]) -> bool:
     """Whether a kernel can walk tensors together in memory order."""
     if set(map(layout_of, row)) != {torch.strided}:
@@ -48,11 +55,11 @@ def buckets(
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
-    if are_uniform(lists):
+    resolved = (uniform := are_uniform(lists)) or all(map(all_resolved, lists))
+    if uniform or (resolved and all(map(_is_uniform, lists))):
         first = [tensors[0] for tensors in lists]
-        if _has_kernel([first[0].device], [t.dtype for t in first], known_dtypes):
+        if _has_kernel([t.device for t in first], [t.dtype for t in first], known_dtypes):
             return [Bucket(first[0].device, True, [list(tensors) for tensors in every])]
-    resolved = all(map(all_resolved, lists))
     found: dict[tuple, Bucket] = {}
     has_kernel: dict[tuple, bool] = {}
     for row in zip(*every, strict=True):
