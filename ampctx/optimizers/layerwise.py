@@ -1,5 +1,5 @@
-"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and LARC where ranks hold parts of DTensors, and what
-apex's amp_C has of LAMB and LARS.
+"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
+DTensors, and LAMB for apex's amp_C.
 
 The ops of LAMB, NovoGrad and LARC make norms, directions and steps at once. That serves neither ranks, none of which
 knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of
