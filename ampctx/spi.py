@@ -18,7 +18,7 @@ from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
-from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
+from ampctx.kernels.calling_form import Call, Number, TensorLists, check_tensor, foreach_factor, found_in, norms
 from ampctx.kernels.reference import compute_dtype
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
@@ -178,6 +178,7 @@ __all__ = [
     "check_option",
     "check_real",
     "check_scale",
+    "check_tensor",
     "close_window",
     "compute_dtype",
     "conclude",

@@ -19,28 +19,62 @@ TensorLists: TypeAlias = Sequence[Sequence[Tensor]]
 Number: TypeAlias = float | Tensor
 
 
+def check_tensor(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    shape: Sequence[int] | None = None,
+    beside: tuple[str, Tensor] | None = None,
+) -> Tensor:
+    """Returns ``value``: a strided tensor of one of the ``dtypes``, of the shape, and on the device of ``beside``, a
+    tensor with its name, where these are given."""
+    where = f"{op}: {name}"
+    if not isinstance(value, Tensor):
+        raise AmpTypeError(f"{where} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise AmpTypeError(f"{where} is not a strided tensor: pass {name}.to_dense()")
+    if dtypes and value.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise AmpTypeError(f"{where} has dtype {value.dtype}, expected {names}")
+    if shape is not None and tuple(value.shape) != tuple(shape):
+        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, expected {tuple(shape)}")
+    if beside is not None and value.device != beside[1].device:
+        raise AmpValueError(f"{where} is on {value.device}, and {beside[0]} is on {beside[1].device}")
+    return value
+
+
 class Call:
     """The checked arguments of one call: ``lists`` by name, all on ``device`` (the flag's if the lists are empty).
 
-    Tensors at one index have equally many elements. Dtypes and memory layouts may differ.
-
-    Args:
-        names: the lists' names, for messages. The caller may omit the last ``optional`` lists.
-
-    Raises:
-        AmpTypeError, AmpValueError: an argument does not fit. The message names function, list and index.
+    Dtypes and memory layouts may differ. The caller may omit the last ``optional`` lists.
     """
 
     def __init__(
         self, op: str, noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int = 0
     ) -> None:
         self.op = op
-        self._flag = self._checked_flag(noop_flag)
-        given = self._split(tensor_lists, names, optional)
-        self.lists = dict(zip(names, given, strict=False))
-        self.length = len(given[0])
-        self.device = given[0][0].device if self.length else self._flag.device
-        self._check_tensors()
+        check_tensor(op, "noop_flag", noop_flag, dtypes=(torch.int32, torch.float32))
+        if noop_flag.numel() == 0:
+            raise AmpValueError(f"{op}: noop_flag has no element, expected one or more")
+        # Its first element, as a view.
+        self._flag = noop_flag[(0,) * noop_flag.dim()]
+        self.lists = dict(zip(names, self._split(tensor_lists, names, optional), strict=False))
+        self.length = len(self.lists[names[0]])
+        self._first = (f"{names[0]}[0]", self.lists[names[0]][0]) if self.length else ("noop_flag", self._flag)
+        for name, tensors in self.lists.items():
+            if len(tensors) != self.length:
+                raise AmpValueError(f"{op}: {name} has {len(tensors)} tensors, {names[0]} has {self.length}")
+            for i, (t, like) in enumerate(zip(tensors, self.lists[names[0]], strict=True)):
+                where = f"{name}[{i}]"
+                if is_sharded(t):
+                    fix = "pass its to_local(), and join flags and norms over the ranks"
+                    raise AmpTypeError(f"{op}: {where} is a DTensor: {fix}")
+                check_tensor(op, where, t, dtypes=KERNEL_DTYPES, beside=self._first)
+                if t.numel() != like.numel():
+                    raise AmpValueError(f"{op}: {where} has {t.numel()} elements, {names[0]}[{i}] has {like.numel()}")
+        self.device = self._first[1].device
 
     def _split(self, tensor_lists: TensorLists, names: Sequence[str], optional: int) -> list[list[Tensor]]:
         expected = f"{self.op}: tensor_lists must be [{', '.join(names)}], each a list of tensors; got"
@@ -58,50 +92,12 @@ class Call:
             )
         return lists
 
-    def _check_tensors(self) -> None:
-        first_name, first = next(iter(self.lists.items()))
-        for name, tensors in self.lists.items():
-            if len(tensors) != len(first):
-                raise AmpValueError(f"{self.op}: {name} has {len(tensors)} tensors, {first_name} has {len(first)}")
-            for i, t in enumerate(tensors):
-                where = f"{self.op}: {name}[{i}]"
-                if not isinstance(t, Tensor):
-                    raise AmpTypeError(f"{where} must be a tensor, got {type(t).__name__}")
-                if is_sharded(t):
-                    raise AmpTypeError(
-                        f"{where} is a DTensor: pass its to_local(), and join flags and norms over the ranks"
-                    )
-                if t.layout is not torch.strided:
-                    raise AmpTypeError(f"{where} is not a strided tensor")
-                if t.dtype not in KERNEL_DTYPES:
-                    raise AmpTypeError(f"{where} has dtype {t.dtype}, expected float32, float16, bfloat16 or float64")
-                if t.device != self.device:
-                    raise AmpValueError(
-                        f"{where} is on {t.device}, not on the same device as the first tensor, {first_name}[0] on "
-                        f"{self.device}"
-                    )
-                if t.numel() != first[i].numel():
-                    raise AmpValueError(f"{where} has {t.numel()} elements, {first_name}[{i}] has {first[i].numel()}")
-
-    def _checked_flag(self, noop_flag: Tensor) -> Tensor:
-        """The first element of the flag, as a view."""
-        if not isinstance(noop_flag, Tensor):
-            raise AmpTypeError(f"{self.op}: noop_flag must be a tensor, got {type(noop_flag).__name__}")
-        if noop_flag.dtype not in (torch.int32, torch.float32):
-            raise AmpTypeError(f"{self.op}: noop_flag has dtype {noop_flag.dtype}, expected int32 or float32")
-        if noop_flag.numel() == 0:
-            raise AmpValueError(f"{self.op}: noop_flag has no element, expected one or more")
-        return noop_flag[(0,) * noop_flag.dim()]
-
     def __getitem__(self, name: str) -> list[Tensor]:
         return self.lists[name]
 
     @contextmanager
     def flag(self) -> Iterator[Tensor]:
-        """Yields the flag as a 0-d tensor on the device of the lists, and copies it back to the caller's at the end.
-
-        Host sync only if one of the two devices is the CPU and the other is not.
-        """
+        """The flag as a 0-d tensor on the device of the lists; copied back to the caller's at the end."""
         if self._flag.device == self.device:
             yield self._flag
             return
@@ -137,17 +133,8 @@ class Call:
 
     def vector(self, name: str, value: Tensor) -> Tensor:
         """Checks that ``value`` is an fp32 tensor with one element per index, on the device of the lists."""
-        if not isinstance(value, Tensor):
-            raise AmpTypeError(f"{self.op}: {name} must be a tensor, got {type(value).__name__}")
-        if value.dtype != torch.float32:
-            raise AmpTypeError(f"{self.op}: {name} has dtype {value.dtype}, expected float32")
-        if value.shape != (self.length,):
-            raise AmpValueError(f"{self.op}: {name} has shape {tuple(value.shape)}, expected ({self.length},)")
-        if value.device != self.device:
-            raise AmpValueError(
-                f"{self.op}: {name} is on {value.device}, not on the same device as the first tensor, on {self.device}"
-            )
-        return value.detach()
+        shape, beside = (self.length,), self._first
+        return check_tensor(self.op, name, value, dtypes=(torch.float32,), shape=shape, beside=beside).detach()
 
     def one_of(self, name: str, value: int, allowed: Sequence[int]) -> int:
         if value not in allowed:

@@ -30,10 +30,8 @@ def driver_version() -> Version | None:
 
 
 def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu: Version | None) -> str:
-    """Why kernels built by CUDA ``toolkit`` for ``archs`` do not run on ``driver`` and ``gpu``; "" if they do.
-
-    ``gpu`` is the compute capability. An unknown driver or GPU (None) is not checked.
-    """
+    """Why kernels built by CUDA ``toolkit`` for ``archs`` do not run on ``driver`` and ``gpu`` (compute capability); ""
+    if they do. An unknown driver or GPU (None) is not checked."""
     if driver is not None and driver[0] < toolkit[0]:
         number = _FIRST_DRIVER.get(toolkit[0])
         newer = f"driver {number} or newer" if number else "a newer driver"

@@ -49,10 +49,7 @@ FALLBACKS = {schema.partition("(")[0]: fallback(schema) for schema in SCHEMAS}
 
 
 def _check_fake(tensors: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
-    """Refuses mixed devices. Calls with a meta tensor come here too, and must not silently do nothing.
-
-    ``scalars`` may be on the CPU.
-    """
+    """Refuses mixed devices; ``scalars`` may be on the CPU. Calls with a meta tensor come here, too."""
     devices = {t.device for t in tensors}
     if len(devices) > 1 or any(t.device.type != "cpu" and t.device not in devices for t in scalars if devices):
         found = sorted({str(t.device) for t in (*tensors, *scalars)})
@@ -65,10 +62,6 @@ def _fake_nothing(*args):
     _check_fake([t for tensors in lists for t in tensors], scalars) if lists else _check_fake(scalars)
 
 
-def _fake_block_factors(scale):
-    return tuple(scale.new_empty(()) for _ in range(3))
-
-
 def _fake_norms(tensors, found_inf, *args):
     _check_fake(tensors, [found_inf, *(arg for arg in args if isinstance(arg, Tensor))])
     per_tensor = next(arg for arg in args if isinstance(arg, bool))
@@ -78,17 +71,15 @@ def _fake_norms(tensors, found_inf, *args):
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
-def _fake_norms_and_update(*args):
-    norm, each = _fake_norms(*args)
-    return norm, each, torch.empty_like(norm)
-
-
 FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(FALLBACKS, _fake_nothing),
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
-    "block_factors": _fake_block_factors,
+    "multi_tensor_unscale_l2norm_and_update": lambda *args: (
+        *(norms := _fake_norms(*args)),
+        torch.empty_like(norms[0]),
+    ),
+    "block_factors": lambda scale: tuple(scale.new_empty(()) for _ in range(3)),
 }
 
 
@@ -104,9 +95,7 @@ def _routed(name: str, found: Callable[[], Extension]) -> Callable[..., Any]:
 
 def define(namespace: str, found: Callable[[], Extension] | None = None) -> torch.library.Library:
     """Defines every op in ``namespace`` with its fallback and fake kernel, for as long as the returned object lives.
-
-    ``found()`` gives the kernels that fallbacks hand calls on to.
-    """
+    ``found()`` gives the kernels that fallbacks hand calls on to."""
     library = torch.library.Library(namespace, "DEF")
     for schema in SCHEMAS:
         name = schema.partition("(")[0]

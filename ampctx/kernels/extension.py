@@ -20,7 +20,7 @@ from functools import partial
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,19 +40,20 @@ if sys.platform != "linux":
 PLAIN_TYPES: list[type] = [Tensor, torch.nn.Parameter]
 
 
-@dataclass(frozen=True)
-class LateKernels:
-    """Kernels to register at the first tensor of their device type."""
+class LateKernels(NamedTuple):
+    """Kernels to register at the first tensor of their device type.
+
+    problems: for each device, why the kernels do not run there, or "".
+    register, define: register the kernels, and define the ops, in a namespace.
+    required: AMPCTX_REQUIRE_EXTENSION.
+    """
 
     namespace: str
     device_type: str
-    # For each device, why the kernels do not run there, or "".
     problems: Callable[[], dict[torch.device, str]]
-    # Registers the kernels for the ops of a namespace.
     register: Callable[[str], None]
-    # Defines the ops in a namespace.
     define: Callable[[str], Any]
-    required: str = ""  # AMPCTX_REQUIRE_EXTENSION
+    required: str = ""
 
 
 @dataclass
@@ -95,7 +96,10 @@ class Extension:
             if reason and late.required == "cuda":
                 raise ExtensionError(_REQUIRED.format(reason))
             if apart:
-                self._register_apart(late, [device for device in problems if device not in lacking])
+                namespace = f"{late.namespace}_apart"
+                self._definitions.append(late.define(namespace))
+                late.register(namespace)
+                self.apart = dict.fromkeys(problems.keys() - lacking.keys(), getattr(torch.ops, namespace))
             elif not lacking:
                 late.register(late.namespace)
             if reason:
@@ -104,12 +108,6 @@ class Extension:
             self.late = None
         if reason and not late.required:
             _warn(f" on {where}", reason)
-
-    def _register_apart(self, late: LateKernels, devices: list[torch.device]) -> None:
-        namespace = f"{late.namespace}_apart"
-        self._definitions.append(late.define(namespace))
-        late.register(namespace)
-        self.apart = dict.fromkeys(devices, getattr(torch.ops, namespace))
 
     def kernel_for(self, name: str, args: Sequence[Any]) -> Any:
         """The kernel that should serve a call that reached the fallback, or None."""
@@ -183,16 +181,10 @@ def _toolkit(build: dict[str, Any]) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _late_cuda(
-    library: Any, build: dict[str, Any], namespace: str, define: Callable[[str], Any], required: str
-) -> LateKernels:
-    def problems() -> dict[torch.device, str]:
-        driver, toolkit, archs = driver_version(), _toolkit(build), build["cuda_archs"]
-        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        return {gpu: why_not(driver, toolkit, archs, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
-
-    register = partial(_register, library, "cuda")
-    return LateKernels(namespace, "cuda", problems, register, define, required)
+def _problems_of_gpus(build: dict[str, Any]) -> dict[torch.device, str]:
+    driver, toolkit, archs = driver_version(), _toolkit(build), build["cuda_archs"]
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return {gpu: why_not(driver, toolkit, archs, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
 
 
 def _required() -> str:
@@ -203,11 +195,8 @@ def _required() -> str:
 
 
 def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
-    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already.
-
-    ``define`` defines the same ops in another namespace. A missing or unusable library gives one RuntimeWarning. It
-    raises ExtensionError if the environment variable AMPCTX_REQUIRE_EXTENSION is 1 or cpu (CPU kernels) or cuda (both).
-    """
+    """Registers the compiled kernels for the ops of ``namespace``; ``define`` defines these in another one. Without a
+    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both)."""
     required = _required()
     try:
         library = _open(path)
@@ -222,7 +211,8 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
     found.reason = _why_no_cuda(build)
     if not found.reason:
         found.backends += ("cuda",)
-        found.late = _late_cuda(library, build, namespace, define, required)
+        problems, register = partial(_problems_of_gpus, build), partial(_register, library, "cuda")
+        found.late = LateKernels(namespace, "cuda", problems, register, define, required)
     elif required == "cuda":
         raise ExtensionError(_REQUIRED.format(found.reason))
     elif torch.version.cuda and not required:

@@ -22,6 +22,17 @@ _F32, _I32 = (torch.float32,), (torch.int32,)
 _FLAG, _ON_CPU = (torch.float32, torch.int32), (torch.float32, torch.float64)
 # Single tensors with a fixed dtype. All others are factors, which may be on the CPU.
 _STATE = {"found_inf": _FLAG, "flag": _FLAG, "loss_scale": _F32, "growth_tracker": _I32, "hysteresis_tracker": _I32}
+_FP32, _INT32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
+# A rule that makes the loss scale 0, inf or nan, or overflows a tracker, is refused.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "growth_factor": ("a finite number of at least 1", lambda x: 1 <= x < float("inf")),
+    "backoff_factor": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_scale": ("a number from 0 to the largest fp32", lambda x: 0 <= x <= _FP32.max),
+    "max_scale": ("a number from the smallest normal fp32 up", lambda x: x >= _FP32.tiny),
+    "hysteresis": ("an int from 0 to the largest int32", lambda x: 0 <= x <= _INT32.max),
+    "arg_to_check": ("-1, 0 or 1", lambda x: x in (-1, 0, 1)),
+    "write_back": (f"0 to {len(WRITE_BACKS) - 1}", lambda x: 0 <= x < len(WRITE_BACKS)),
+}
 
 
 def _check(
@@ -76,26 +87,9 @@ def _check_list(
             raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
 
 
-def _check_rule(op: str, given: Mapping[str, Any]) -> None:
-    """A rule must not make the loss scale 0, inf or nan, or overflow a tracker."""
-    fp32 = torch.finfo(torch.float32)
-    holds = {
-        "growth_factor": 1 <= given["growth_factor"] < float("inf"),
-        "backoff_factor": 0 < given["backoff_factor"] <= 1,
-        "min_scale": 0 <= given["min_scale"] <= fp32.max,
-        "max_scale": given["max_scale"] >= fp32.tiny,
-        "hysteresis": 0 <= given["hysteresis"] <= torch.iinfo(torch.int32).max,
-    }
-    for name, is_fine in holds.items():
-        if not is_fine:
-            raise RuntimeError(f"{op}: {name} is {given[name]}, which is out of its range")
-
-
 def _check_step(op: str, spec: OpSpec, given: Mapping[str, Any], device: torch.device | None) -> None:
     """Checks the lists of a step, and what its write back and the forms of its state need."""
     grads, mode = given["grads"], given.get("write_back", 0)
-    if not 0 <= mode < len(WRITE_BACKS):
-        raise RuntimeError(f"{op}: write_back is {mode}, expected 0 to {len(WRITE_BACKS) - 1}")
     weights = {SPLIT: (torch.bfloat16,), KAHAN: LOW_PRECISION}.get(mode, KERNEL_DTYPES)
     alike = {"grads": KERNEL_DTYPES, "params": weights}
     for state in spec.sized:
@@ -144,6 +138,9 @@ def fallback(schema: str) -> Callable[..., Any]:
 
     def checked(*arguments: Any) -> Any:
         given = dict(zip(kinds, arguments, strict=True))
+        for name, (expected, fits) in _RANGES.items():
+            if name in given and not fits(given[name]):
+                raise RuntimeError(f"{op}: {name} is {given[name]}, expected {expected}")
         first = given[lists[0]] if lists else ()
         device = next((t.device for t in (*first, *map(given.__getitem__, tensors)) if t is not None), None)
         if spec is not None:
@@ -157,10 +154,6 @@ def fallback(schema: str) -> Callable[..., Any]:
                 _check(f"{op}: {name}", t, _ON_CPU, t.device)
             else:
                 _check(f"{op}: {name}", t, _STATE.get(name, _F32), device, None if name == "counts" else 1)
-        if "growth_factor" in given:
-            _check_rule(op, given)
-        if given.get("arg_to_check", 0) not in (-1, 0, 1):
-            raise RuntimeError(f"{op}: arg_to_check is {given['arg_to_check']}, expected -1, 0 or 1")
         if "slot" in given and not 0 <= given["slot"] < given["counts"].numel() // 2 - 1:
             raise RuntimeError(f"{op}: slot is {given['slot']}, counts has {given['counts'].numel()} elements")
         if spec is not None:

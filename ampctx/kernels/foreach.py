@@ -55,6 +55,7 @@ class FoundInf:
     norm_again: Tensor | None = None
     update: ops.ScaleUpdate | None = None
     is_updated = False
+    _make = staticmethod(torch.zeros)
 
     def __init__(self) -> None:
         self.per_device: dict[torch.device, Tensor] = {}
@@ -62,7 +63,9 @@ class FoundInf:
     def on(self, device: torch.device) -> Tensor:
         if device not in self.per_device:
             flag, self.clear = self.clear, None
-            self.per_device[device] = flag if flag is not None and flag.device == device else self._new(device)
+            if flag is None or flag.device != device:
+                flag = self._make((), dtype=torch.float32, device=device)
+            self.per_device[device] = flag
         return self.per_device[device]
 
     def take_update(self) -> ops.ScaleUpdate | None:
@@ -73,9 +76,6 @@ class FoundInf:
         self.update, self.is_updated = None, True
         return taken
 
-    def _new(self, device: torch.device) -> Tensor:
-        return torch.zeros((), dtype=torch.float32, device=device)
-
     def joined(self, device: torch.device) -> Tensor:
         """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
         return join_flags(self.per_device.values(), device)
@@ -84,8 +84,7 @@ class FoundInf:
 class Unread(FoundInf):
     """Flags that nobody reads. Ops only raise a flag, so these need no value to begin with."""
 
-    def _new(self, device: torch.device) -> Tensor:
-        return torch.empty((), dtype=torch.float32, device=device)
+    _make = staticmethod(torch.empty)
 
 
 Factor = float | PerDevice
@@ -128,26 +127,16 @@ def scale(
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
     found = buckets(src, dst)
     for device, fused, (s, d) in found:
-        if fused:
-            _scale_fused(s, d, found_inf, factor, device, last and len(found) == 1)
+        flag = found_inf.on(device)
+        if not fused:
+            reference.multi_tensor_scale(s, d, flag, ops.factor(_factor(factor, device)))
+        elif isinstance(factor, Clipped):
+            inv_scale, norm = _factor(factor.inv_scale, device), factor.norm.on(device)
+            ops.multi_tensor_scale_clipped(s, d, flag, inv_scale, norm, factor.max_norm)
         else:
-            reference.multi_tensor_scale(s, d, found_inf.on(device), ops.factor(_factor(factor, device)))
+            update = found_inf.take_update() if last and len(found) == 1 else None
+            ops.multi_tensor_scale(s, d, flag, _factor(factor, device), update)
     wrote(dst)
-
-
-def _scale_fused(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    found_inf: FoundInf,
-    factor: Factor,
-    device: torch.device,
-    last: bool,
-) -> None:
-    flag = found_inf.on(device)
-    if isinstance(factor, Clipped):
-        norm = factor.norm.on(device)
-        return ops.multi_tensor_scale_clipped(src, dst, flag, _factor(factor.inv_scale, device), norm, factor.max_norm)
-    return ops.multi_tensor_scale(src, dst, flag, _factor(factor, device), found_inf.take_update() if last else None)
 
 
 def axpby(
@@ -176,22 +165,12 @@ def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
 
 def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
     """``l2norm`` of the tensors times ``inv_scale``. Does not change them. No host sync."""
-    return _unscaled_norms(tensors, found_inf, inv_scale, False)[0]
-
-
-def unscale_l2norms_of(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, last: bool = False
-) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
-    """``unscale_l2norm``, and each tensor's norm. One group per op call: places in the list, norms ``[len(places)]``.
-
-    ``last``: as for ``scale``. No host sync.
-    """
-    return _unscaled_norms(tensors, found_inf, inv_scale, True, last)
+    return unscale_l2norms_of(tensors, found_inf, inv_scale, per_tensor=False)[0]
 
 
 def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
     """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
-    total, groups = _unscaled_norms(tensors, found_inf, inv_scale, True)
+    total, groups = unscale_l2norms_of(tensors, found_inf, inv_scale)
     if len(groups) == 1:
         return total, groups[0][1]
     each = torch.empty(len(tensors), dtype=reference.compute_dtype(*tensors), device=total.device)
@@ -201,9 +180,13 @@ def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: F
     return total, each
 
 
-def _unscaled_norms(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool, last: bool = False
+def unscale_l2norms_of(
+    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, last: bool = False, per_tensor: bool = True
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
+    """``unscale_l2norm``, and each tensor's norm. One group per op call: places in the list, norms ``[len(places)]``.
+
+    ``last``: as for ``scale``. No host sync.
+    """
     every = range(len(tensors))
     totals: list[Tensor] = []
     groups: list[tuple[Sequence[int], Tensor]] = []

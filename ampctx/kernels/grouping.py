@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,55 +22,23 @@ class Bucket(NamedTuple):
     lists: list[Any]
 
 
-# The tensors at one index: their devices, their dtypes, and which are contiguous.
-_Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
+def _has_kernel(devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], known: Sequence[torch.dtype]) -> bool:
+    is_known = all(dtype in known and (devices[0].type == "cpu" or dtype != torch.float64) for dtype in dtypes)
+    return is_known and all(device == devices[0] for device in devices)
 
 
-def _common_kind(lists: Sequence[Sequence[Tensor]]) -> _Kind | None:
-    """The kind that all indices share, if there is one and all tensors are contiguous.
-
-    This runs for every gradient of every step, so it keeps no object per tensor: that would trigger garbage collection.
-    """
-    devices: list[torch.device] = []
-    dtypes: list[torch.dtype] = []
-    for i, tensors in enumerate(lists):
-        if i and tensors is lists[0]:
-            devices.append(devices[0])
-            dtypes.append(dtypes[0])
-            continue
-        of_list, types = set(map(device_of, tensors)), set(map(dtype_of, tensors))
-        if len(of_list) != 1 or len(types) != 1:
-            return None
-        if set(map(layout_of, tensors)) != {torch.strided} or not all(map(Tensor.is_contiguous, tensors)):
-            return None
-        devices += of_list
-        dtypes += types
-    return tuple(devices), tuple(dtypes), (True,) * len(lists)
+def _is_uniform(tensors: Sequence[Tensor]) -> bool:
+    """``are_uniform`` in Python, without a new object for each tensor: many would trigger garbage collection."""
+    kinds = [set(map(of, tensors)) for of in (device_of, dtype_of, layout_of)]
+    is_one = all(len(kind) == 1 for kind in kinds) and kinds[2] == {torch.strided}
+    return is_one and all(map(Tensor.is_contiguous, tensors))
 
 
-def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
-    devices = zip(*([t.device for t in tensors] for tensors in lists), strict=True)
-    dtypes = zip(*([t.dtype for t in tensors] for tensors in lists), strict=True)
-    contiguous = zip(*([_is_contiguous(t) for t in tensors] for tensors in lists), strict=True)
-    return list(zip(devices, dtypes, contiguous, strict=True))
-
-
-def _has_kernel(kind: _Kind, known_dtypes: Sequence[torch.dtype]) -> bool:
-    devices, dtypes, _ = kind
-    on_cpu = devices[0].type == "cpu"
-    known = all(d in known_dtypes and (on_cpu or d != torch.float64) for d in dtypes)
-    return known and all(d == devices[0] for d in devices)
-
-
-def _is_contiguous(t: Tensor) -> bool:
-    return t.layout is torch.strided and t.is_contiguous()
-
-
-def _agree(row: tuple[Tensor, ...]) -> bool:
-    """Whether a kernel can walk tensors together in memory order, though not all are contiguous."""
-    if any(t.layout is not torch.strided for t in row):
+def _agree(row: Sequence[Tensor]) -> bool:
+    """Whether a kernel can walk tensors together in memory order."""
+    if set(map(layout_of, row)) != {torch.strided}:
         return False
-    return is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:])
+    return all(map(Tensor.is_contiguous, row)) or (is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:]))
 
 
 def buckets(
@@ -78,39 +46,47 @@ def buckets(
     along: Sequence[Sequence[Any]] = (),
     known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
 ) -> list[Bucket]:
-    """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
+    """Splits parallel lists by the device and dtypes at each index, in order of first appearance. A bucket's device is
+    that of its first list. DTensors become this rank's parts. Negated views and ZeroTensors go to plain torch.
 
-    An index with a negated view or a ZeroTensor goes to plain torch.
-
-    All lists must be equally long. A bucket's device is that of its first list. DTensors become this rank's parts.
-
-    Args:
-        along: more lists to split the same way, such as tensors of another size. They follow the others in a bucket and
-            do not decide where an index goes.
-        known_dtypes: the dtypes that the kernels take.
+    ``along``: more lists to split the same way, which follow in a bucket. ``known_dtypes``: those of the kernels.
     """
     if len({len(tensors) for tensors in (*lists, *along)}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in (*lists, *along)]}")
-    if are_uniform(lists):
-        first = lists[0][0]
-        if _has_kernel(((first.device,), tuple(tensors[0].dtype for tensors in lists), ()), known_dtypes):
-            return [Bucket(first.device, True, [*lists, *along])]
-    lists = tuple(map(local, lists))
+    if not (uniform := are_uniform(lists)):
+        lists = tuple(map(local, lists))
     every = (*lists, *along)
-    resolved = all(map(all_resolved, lists))
-    common = _common_kind(lists) if resolved else None
-    if common is not None and _has_kernel(common, known_dtypes):
-        return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]
-    kinds = _kinds(lists)
-    has_kernel = {kind: _has_kernel(kind, known_dtypes) for kind in set(kinds)}
+    resolved = uniform or all(map(all_resolved, lists))
+    if uniform or (resolved and all(map(_is_uniform, lists))):
+        first = [tensors[0] for tensors in lists]
+        if _has_kernel([t.device for t in first], [t.dtype for t in first], known_dtypes):
+            return [Bucket(first[0].device, True, [*every] if uniform else [list(tensors) for tensors in every])]
     found: dict[tuple, Bucket] = {}
-    for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
-        devices, dtypes, contiguous = kind
+    has_kernel: dict[tuple, bool] = {}
+    for row in zip(*every, strict=True):
         tensors = row[: len(lists)]
-        fused = has_kernel[kind] and (all(contiguous) or _agree(tensors)) and (resolved or all_resolved(tensors))
+        kind = devices, dtypes = tuple(map(device_of, tensors)), tuple(map(dtype_of, tensors))
+        if kind not in has_kernel:
+            has_kernel[kind] = _has_kernel(devices, dtypes, known_dtypes)
+        fused = has_kernel[kind] and (resolved or all_resolved(tensors)) and _agree(tensors)
         key = (devices[0], dtypes, fused)
         if key not in found:
             found[key] = Bucket(devices[0], fused, [[] for _ in every])
         for of_bucket, t in zip(found[key].lists, row, strict=True):
             of_bucket.append(t)
     return list(found.values())
+
+
+def stacks(sizes: Iterable[tuple[Any, int]], most: int) -> list[list[int]]:
+    """Sorts (kind, size) into stacks: lists of places of one kind, in order, with at most ``most`` together, or one
+    place with more."""
+    found: list[list[int]] = []
+    unfilled: dict[Any, tuple[list[int], int]] = {}
+    for i, (kind, size) in enumerate(sizes):
+        stack, room = unfilled.get(kind, ([], 0))
+        if not stack or size > room:
+            stack, room = [], most
+            found.append(stack)
+        stack.append(i)
+        unfilled[kind] = stack, room - size
+    return found

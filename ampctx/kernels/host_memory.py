@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ampctx.kernels.grouping import stacks
 
 # Memory is pinned in blocks of this size: many small ones take minutes.
 _BLOCK_BYTES = 2**28
@@ -32,28 +35,17 @@ def available_bytes() -> int | None:
 
 def buffers(params: Sequence[Tensor]) -> list[Tensor]:
     """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
+    sizes = [-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in params]
     result: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
-    for i, p in enumerate(params):
-        # Of a dense tensor empty_like keeps the strides.
-        like = torch.empty_like(p, device="meta", requires_grad=False)
-        kinds.setdefault((p.dtype, p.is_cuda), []).append((i, like))
-    for (dtype, pinned), members in kinds.items():
-        blocks: list[list[tuple[int, Tensor, int]]] = []
-        sizes: list[int] = []
-        step = _ALIGNMENT // dtype.itemsize
-        for i, like in members:
-            size = -(-like.numel() // step) * step
-            if not blocks or (sizes[-1] + size) * dtype.itemsize > _BLOCK_BYTES:
-                blocks.append([])
-                sizes.append(0)
-            blocks[-1].append((i, like, sizes[-1]))
-            sizes[-1] += size
-        for block, size in zip(blocks, sizes, strict=True):
-            storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
-            for i, like, place in block:
-                # Not a view, which would share its version with the others.
-                result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
+    for places in stacks((((p.dtype, p.is_cuda), size) for p, size in zip(params, sizes, strict=True)), _BLOCK_BYTES):
+        dtype, pinned = params[places[0]].dtype, params[places[0]].is_cuda
+        starts = [0, *accumulate(sizes[i] // dtype.itemsize for i in places)]
+        storage = torch.empty(starts.pop(), dtype=dtype, pin_memory=pinned).untyped_storage()
+        for i, start in zip(places, starts, strict=True):
+            # Of a dense tensor empty_like keeps the strides.
+            like = torch.empty_like(params[i], device="meta", requires_grad=False)
+            # Not a view, which would share its version with the others.
+            result[i] = torch.empty(0, dtype=dtype).set_(storage, start, like.shape, like.stride())
     return [result[i] for i in range(len(params))]
 
 
@@ -76,14 +68,10 @@ class Lane:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """A place after the copies so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def be_followed(self, mark: torch.cuda.Event | None) -> None:
-        """What the current stream is given from now on comes after the mark. No host sync."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+    def be_followed(self) -> None:
+        """What the current stream is given from now on comes after the copies so far. No host sync."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """Waits on the host for the copies."""

@@ -85,18 +85,12 @@ def noted(make: bool = True) -> Iterator[list[OpCall]]:
         _calls.noted, _calls.are_made = former
 
 
-def is_direct(device_type: str) -> bool:
-    """Whether ops on plain tensors of such devices need not go through torch's dispatcher, which costs more than the
-    kernel of a small tensor."""
-    return PLANS and extension.module is not None and not is_watched() and extension.serves(device_type)
-
-
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     """Whether they are plain contiguous tensors, of one device and for each list of one dtype, and agree in size. False
     where that is not known."""
-    if not lists[0] or not is_direct(lists[0][0].device.type):
+    if not PLANS or extension.module is None or is_watched() or not lists[0]:
         return False
-    return bool(extension.module.are_uniform(lists))
+    return extension.serves(lists[0][0].device.type) and bool(extension.module.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
@@ -108,14 +102,10 @@ def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
     try:
         return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
-        raise_out_of_memory(error)
+        # A kernel's own error (csrc/error.h): C++ without torch's headers cannot throw torch's.
+        if str(error).startswith("ampctx: out of memory: "):
+            raise torch.OutOfMemoryError(str(error)) from None
         raise
-
-
-def raise_out_of_memory(error: RuntimeError) -> None:
-    """Raises torch.OutOfMemoryError for a kernel's own error: C++ without torch's headers cannot throw it."""
-    if str(error).startswith("ampctx: out of memory: "):  # csrc/error.h
-        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:
@@ -219,25 +209,17 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_unscale_l2norm(
-    tensors: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: float | Tensor,
-    per_tensor: bool = False,
-    update: ScaleUpdate | None = None,
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync.
-
-    ``update``: as for ``multi_tensor_scale``.
-    """
-    if update is None:
-        return call("multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor)
-    return unscale_l2norm_and_update(tensors, found_inf, inv_scale, per_tensor, update)[:2]
+    """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync."""
+    return call("multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor)
 
 
 def unscale_l2norm_and_update(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool, update: ScaleUpdate
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``multi_tensor_unscale_l2norm`` with an update, and its total norm again, in memory of its own. No host sync."""
+    """``multi_tensor_unscale_l2norm`` with an update of the scale, as in ``multi_tensor_scale``, and its total norm
+    again, in memory of its own. No host sync."""
     op = "multi_tensor_unscale_l2norm_and_update"
     norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update)
     wrote(update[:3])
@@ -271,18 +253,8 @@ def update_scale(
             ``hysteresis`` beyond int32.
     """
     state = (scale, growth_tracker, hysteresis_tracker)
-    call(
-        "update_scale",
-        (),
-        *state,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-    )
+    rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+    call("update_scale", (), *state, found_inf, *rule)
     wrote(state)
 
 

@@ -44,18 +44,13 @@ class Plan:
         may_share: bool = True,
         takes: bool = False,
     ) -> list[list[Tensor]] | None:
-        """Makes the calls, and bumps the versions of what they wrote. None where the plan does not fit: nothing has
-        changed then. Not for calls that ``ops.is_watched``. No host sync.
+        """Makes the calls, and bumps the versions of what they wrote. Returns the gradients of each column of these, or
+        None where the plan does not fit: nothing has changed then. Not for calls that ``ops.is_watched``.
 
-        Args:
-            groups: the param groups now.
-            arguments: of each call, the lists for columns of None, and the arguments after the lists.
-            grads: for each column of gradients, a list in place of those in ``.grad``, or None.
-            may_share: whether two parameters may share a gradient.
-            takes: set ``.grad`` of gradients that no call writes to None.
-
-        Returns:
-            The gradients of each column of gradients.
+        arguments: of each call, the lists for columns of None, and the arguments after the lists.
+        grads: for each column of gradients, a list in place of those in ``.grad``, or None.
+        may_share: whether two parameters may share a gradient.
+        takes: set ``.grad`` of gradients that no call writes to None.
         """
         found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
         return found
@@ -67,15 +62,11 @@ def make_plan(
     mappings: Sequence[tuple[dict[Any, Any], list[Any], list[Any]]] = (),
     idle: Sequence[Tensor] = (),
 ) -> Plan | None:
-    """Makes a plan of calls that were just made with these lists.
+    """Makes a plan of calls that were just made with these lists. None where it cannot read a tensor, has no kernel, or
+    is switched off.
 
-    Args:
-        groups: param groups whose members must stay.
-        mappings: dicts, and the keys and values that they must keep.
-        idle: parameters that must have no gradient.
-
-    Returns:
-        None where a plan cannot read a tensor, has no kernel, or is switched off.
+    groups: whose members must stay. mappings: dicts, and the keys and values that they must keep. idle: parameters that
+    must have no gradient.
     """
     columns = [column for call in calls for column in call.columns]
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
@@ -85,14 +76,8 @@ def make_plan(
         return None
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     # A column by its owners, so that the lists of a call which are one list are read once.
-    made = extension.module.make_plan(
-        list(groups),
-        [list(group["params"]) for group in groups],
-        list(mappings),
-        list(idle),
-        owners,
-        [tuple(call) for call in calls],
-    )
+    members, given = [list(group["params"]) for group in groups], [tuple(call) for call in calls]
+    made = extension.module.make_plan(list(groups), members, list(mappings), list(idle), owners, given)
     return None if made is None else Plan(made)
 
 
@@ -143,8 +128,4 @@ def changed(tensors: list[Tensor], former: bytes, now: bytes) -> set[int]:
     """The ids of those whose marks differ."""
     if former == now:
         return set()
-    before, after = (memoryview(each).cast("q").tolist() for each in (former, now))
-    pairs = zip(tensors, before[::2], after[::2], before[1::2], after[1::2], strict=True)
-    return {
-        id(t) for t, version, version_now, place, place_now in pairs if (version, place) != (version_now, place_now)
-    }
+    return {id(t) for i, t in enumerate(tensors) if former[16 * i : 16 * i + 16] != now[16 * i : 16 * i + 16]}

@@ -124,12 +124,6 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
 
 
-def inverse_of(scale: Tensor) -> Tensor:
-    """1 / scale, without a host sync."""
-    # Not reciprocal: casts on the CPU handle it in Python.
-    return _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), scale)
-
-
 def update_scale(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -166,7 +160,8 @@ def update_scale(
 def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Copies of the scale and of 1 / scale, and a flag of 0."""
     copy = scale.detach().reshape(()).clone()
-    return copy, inverse_of(copy), torch.zeros_like(copy)
+    # Not reciprocal: casts on the CPU handle it in Python.
+    return copy, _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), copy), torch.zeros_like(copy)
 
 
 def skip_counts(counts: Tensor, slot: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ The *write back* says how an update goes back into 16 bits, and what ``extras`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +38,8 @@ _32_BITS = 0xFFFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits an fp32 tensor into bf16, rounded to nearest (ties away from zero), and the int16 remainder of its bits.
-
-    A nan becomes the quiet nan of its sign and 0.
-    """
+    """Splits an fp32 tensor into bf16, rounded to nearest (ties away from zero), and the int16 remainder of its bits. A
+    nan becomes the quiet nan of its sign and 0."""
     bits = master.view(torch.int32)
     # The largest nans would round up to zero with the other sign.
     bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
@@ -99,10 +97,8 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, step: Tensor, tensor: int | Tensor, place: Tensor) -> Tensor:
-    """32 random bits for each place (int64).
-
-    They depend only on seed, step count, ``tensor`` (the number of the parameter) and place in memory.
-    """
+    """32 random bits for each place in memory (int64). They depend only on it, on seed, step count, and ``tensor``, the
+    number of the parameter."""
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
     # The mask keeps Python's unbounded product in 64 bits; a tensor wraps by itself.
     number = _wrapped(_GOLDEN * (tensor + 1)) if isinstance(tensor, int) else (tensor + 1) * _GOLDEN
@@ -118,10 +114,8 @@ def state_bits(random: Tensor, i: int) -> Tensor:
 
 
 def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Rounds fp32 ``w`` at random to a value of the 16-bit ``dtype``; the nearer value is likelier. Returns fp32.
-
-    Non-finite values stay.
-    """
+    """Rounds fp32 ``w`` at random to a value of the 16-bit ``dtype``, as fp32; the nearer is likelier. inf and nan
+    stay."""
     dropped = 16 if dtype == torch.bfloat16 else 13
     mask = (1 << dropped) - 1
     raw = w.view(torch.int32)
@@ -134,13 +128,11 @@ def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(w), result, w)
 
 
-def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype) -> Tensor:
+def _weight(p: Tensor, extra: Any, write_back: int, dtype: torch.dtype) -> Tensor:
     """The weight before the update."""
     if write_back == SPLIT:
-        assert extra is not None
         return join(p, extra.reshape(p.shape)).to(dtype)
     if write_back == KAHAN:
-        assert extra is not None
         return p.to(dtype) + extra.reshape(p.shape).to(dtype)
     return p.to(dtype)
 
@@ -171,51 +163,32 @@ def _update(t: Tensor, new: Tensor, skip: Tensor) -> None:
 Options = SimpleNamespace  # the arguments of a call by name
 
 
-class _Walk:
-    """One op call, tensor by tensor: the part that all optimizers share."""
-
-    def __init__(self, op: str, o: Options, states: Sequence[Sequence[Tensor]]) -> None:
-        self.o = o
-        self.lists = (o.grads, o.params, o.extras or [None] * len(o.grads), o.steps, *states)
-        self.dtype = compute_dtype(*o.grads, *o.params, *o.extras, *(t for tensors in states for t in tensors))
-        # By the place of a state; empty for those that are no codes.
-        self.scales = [getattr(o, state.scales) for state in SPECS[op].coded]
-
-    def scalar(self, value: Tensor, like: Tensor) -> Tensor:
-        return reference.scalar(value, like, self.dtype)
-
-    def __iter__(self) -> Iterator[_Place]:
-        number, given = 0, self.o.numbers
-        for i, row in enumerate(zip(*self.lists, strict=True)):
-            scales = [scales[i] if scales else None for scales in self.scales]
-            has_elements = row[0].numel() > 0
-            yield _Place(self, given[number] if has_elements and given.numel() else number, scales, *row)
-            number += has_elements
-
-
 class _Place:
     """One tensor of a call: gradient, weight, advanced step count and rates, in the dtype of arithmetic."""
 
-    def __init__(self, walk: _Walk, number, scales, grad, param, extra, step, *state) -> None:
-        self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
-        self.scales = scales
-        self.skip = walk.o.found_inf.reshape(()).to(param.device) != 0
+    def __init__(self, o: Options, dtype: torch.dtype, number, scales, grad, param, extra, step, *state) -> None:
+        self.o, self.dtype, self.number, self.scales = o, dtype, number, scales
+        self.param, self.extra, self.step, self.state = param, extra, step, state
+        self.skip = o.found_inf.reshape(()).to(param.device) != 0
         self.taken = next_step(step.reshape(()))
-        self.lr = walk.scalar(walk.o.lr, param)
-        self.grad, g = grad, grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.o.inv_scale, grad)
-        self.unscaled, self.g = g, -g if walk.o.maximize else g
-        self.w = _weight(param, extra, walk.o.write_back, walk.dtype)
+        self.lr = self.scalar(o.lr)
+        self.grad, g = grad, grad.reshape(param.shape).to(dtype) * reference.scalar(o.inv_scale, grad, dtype)
+        self.unscaled, self.g = g, -g if o.maximize else g
+        self.w = _weight(param, extra, o.write_back, dtype)
+
+    def scalar(self, value: Tensor) -> Tensor:
+        return reference.scalar(value, self.param, self.dtype)
 
     def read(self, i: int) -> Tensor:
         """State ``i`` in the shape of the parameter, which may differ from its own."""
         state = self.state[i]
         if state.dtype in codes.DTYPES.values():
             return self._placed(codes.decode(codes.in_memory_order(state), self.scales[i]))
-        return state.reshape(self.param.shape).to(self.walk.dtype)
+        return state.reshape(self.param.shape).to(self.dtype)
 
     def write(self, i: int, value: Tensor) -> Tensor:
         """Stores state ``i``. Returns the stored value in the dtype of arithmetic."""
-        state, is_random = self.state[i], self.walk.o.stochastic_state
+        state, is_random = self.state[i], self.o.stochastic_state
         if state.dtype in codes.DTYPES.values():
             flat = codes.in_memory_order(torch.empty_like(self.param, dtype=value.dtype).copy_(value))
             h = state_bits(self._bits(), i).float() / 65536 if is_random else 0.5
@@ -227,12 +200,12 @@ class _Place:
             value = round_stochastically(value, state.dtype, self._placed(state_bits(self._bits(), i)))
         stored = value.to(state.dtype)
         _update(state, stored, self.skip)
-        return stored.to(self.walk.dtype)
+        return stored.to(self.dtype)
 
     def _bits(self) -> Tensor:
         """32 random bits for each element, in memory order."""
         place = torch.arange(self.param.numel(), device=self.param.device)
-        return random_bits(self.walk.o.seed, self.taken, self.number, place)
+        return random_bits(self.o.seed, self.taken, self.number, place)
 
     def _placed(self, flat: Tensor) -> Tensor:
         """Values in memory order, in the shape and layout of the parameter."""
@@ -245,20 +218,12 @@ class _Place:
             return 1 - torch.full_like(self.taken, beta) ** self.taken
         return -torch.expm1(self.taken * math.log(beta)) if beta > 0 else torch.ones_like(self.taken)
 
-    def cast(self, value: Tensor) -> Tensor:
-        return value.to(self.walk.dtype)
-
     def finish(self, w: Tensor) -> None:
-        walk = self.walk
-        _store(w, self.param, self.extra, walk.o.write_back, lambda: self._placed(self._bits()), self.skip)
-        if walk.o.unscale_grads:
+        _store(w, self.param, self.extra, self.o.write_back, lambda: self._placed(self._bits()), self.skip)
+        if self.o.unscale_grads:
             unscaled = self.unscaled.to(self.grad.dtype).reshape(self.grad.shape)
             reference.overwrite(self.grad, torch.where(self.skip, self.grad, unscaled))
         _update(self.step, self.taken, self.skip)
-
-
-def _one(p: _Place) -> Tensor:
-    return torch.ones((), dtype=p.walk.dtype, device=p.param.device)
 
 
 def adam(p: _Place, o: Options) -> Tensor:
@@ -275,10 +240,10 @@ def adam(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u + o.weight_decay * p.w if o.adam_w_mode else u)
 
 
-def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor]:
+def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor] | tuple[float, float]:
     if not o.bias_correction:
-        return _one(p), _one(p)
-    return p.cast(1 / p.correction(o.beta1)), p.cast(1 / p.correction(o.beta2).sqrt())
+        return 1.0, 1.0
+    return (1 / p.correction(o.beta1)).to(p.dtype), (1 / p.correction(o.beta2).sqrt()).to(p.dtype)
 
 
 def _adam_direction(p: _Place, o: Options, m: Tensor, v: Tensor) -> Tensor:
@@ -312,7 +277,7 @@ def adagrad(p: _Place, o: Options) -> Tensor:
 def lion(p: _Place, o: Options) -> Tensor:
     """Lion (Chen et al. 2023)."""
     c = o.beta1 * p.read(0) + (1 - o.beta1) * p.g
-    u = torch.where(c > 0, _one(p), torch.where(c < 0, -_one(p), c))
+    u = torch.where(c > 0, 1.0, torch.where(c < 0, -1.0, c))
     p.write(0, o.beta2 * p.read(0) + (1 - o.beta2) * p.g)
     return p.w - p.lr * (u + o.weight_decay * p.w)
 
@@ -337,8 +302,8 @@ def _norm(x: Tensor, order: float = 2.0) -> Tensor:
 def lamb(p: _Place, o: Options) -> Tensor:
     """LAMB (You et al. 2020): Adam's direction, scaled by ||w|| / ||direction|| for each tensor."""
     limit = torch.tensor(o.max_grad_norm, dtype=torch.float64)
-    norm, most = p.walk.scalar(o.global_grad_norm, p.param), p.walk.scalar(limit, p.param)
-    g = p.g * torch.where((norm > most) & (most > 0), most / norm, _one(p))
+    norm, most = p.scalar(o.global_grad_norm), p.scalar(limit)
+    g = p.g * torch.where((norm > most) & (most > 0), most / norm, 1.0)
     if not o.adam_w_mode:
         g = g + o.weight_decay * p.w
     m = p.write(0, o.beta1 * p.read(0) + ((1 - o.beta1) if o.grad_averaging else 1.0) * g)
@@ -346,17 +311,16 @@ def lamb(p: _Place, o: Options) -> Tensor:
     u = _adam_direction(p, o, m, v)
     if o.adam_w_mode:
         u = u + o.weight_decay * p.w
-    ratio = _one(p)
-    if o.use_nvlamb or o.weight_decay != 0:
-        of_w, of_u = _norm(p.w), _norm(u)
-        ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, ratio)
-    return p.w - (p.lr * ratio) * u
+    if not o.use_nvlamb and o.weight_decay == 0:
+        return p.w - p.lr * u
+    of_w, of_u = _norm(p.w), _norm(u)
+    return p.w - (p.lr * torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)) * u
 
 
 def novograd(p: _Place, o: Options) -> Tensor:
     """NovoGrad (Ginsburg et al. 2019): the second moment is one number per tensor, stored as a norm."""
-    norm = _norm(p.g, float("inf") if o.inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
-    former = p.cast(p.state[1]).reshape(())
+    norm = _norm(p.g, float("inf") if o.inf_norm else 2.0) if p.g.numel() else 0.0
+    former = p.state[1].to(p.dtype).reshape(())
     blended = o.beta2 * former + (1 - o.beta2) * norm
     if not o.inf_norm:
         blended = codes.root(o.beta2 * former * former + (1 - o.beta2) * norm * norm)
@@ -372,14 +336,16 @@ def novograd(p: _Place, o: Options) -> Tensor:
 
 
 def larc(o: Options) -> None:
-    """LARC (You et al. 2017): unscales each gradient and scales it by trust_coefficient * ||w|| / ||g||, in place."""
+    """LARC (You et al. 2017): unscales each gradient and scales it by trust_coefficient * ||w|| / ||g||, in place.
+
+    ``norms``: the pairs of norms of parts, which are joined over ranks; else made here."""
     decay = -o.weight_decay if o.maximize else o.weight_decay
     dtype = compute_dtype(*o.grads, *o.params)
-    for grad, param in zip(o.grads, o.params, strict=True):
+    for i, (grad, param) in enumerate(zip(o.grads, o.params, strict=True)):
         skip = o.found_inf.reshape(()).to(param.device) != 0
         g = grad.to(dtype) * reference.scalar(o.inv_scale, grad, dtype)
         w = param.to(dtype)
-        of_w, of_g = _norm(w), _norm(g)
+        of_w, of_g = (reference.scalar(n, grad, dtype) for n in (o.norms[i] if o.norms else (_norm(w), _norm(g))))
         rate = o.trust_coefficient * of_w / (of_g + of_w * o.weight_decay + o.eps)
         if o.clip:
             rate = torch.clamp(rate / reference.scalar(o.lr, grad, dtype), max=1.0)
@@ -393,9 +359,8 @@ _NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec = SPECS[op]
-    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": _NO_NUMBERS}
-    o = SimpleNamespace(**defaults, **{state.scales: [] for state in spec.coded})
-    vars(o).update(given)
+    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": _NO_NUMBERS, "norms": None}
+    o = SimpleNamespace(**{**defaults, **{state.scales: [] for state in spec.coded}, **given})
     if not spec.takes_step:
         return larc(o)
     if "max_norm" in given:
@@ -405,5 +370,12 @@ def run(op: str, given: dict[str, Any]) -> None:
         reference.count_skip_in(counts, o.found_inf, o.found_inf, scale)
     states = [given[state.name] for state in spec.sized if given[state.name]]
     states += [given[state.name] for state in spec.one_element if state.name != "steps"]
-    for place in _Walk(op, o, states):
+    dtype = compute_dtype(*o.grads, *o.params, *o.extras, *(t for tensors in states for t in tensors))
+    number = 0
+    for i, row in enumerate(zip(o.grads, o.params, o.extras or [None] * len(o.grads), o.steps, *states, strict=True)):
+        # By the place of a state; None for those that are no codes.
+        scales = [scales[i] if scales else None for scales in (getattr(o, state.scales) for state in spec.coded)]
+        has_elements = row[0].numel() > 0
+        place = _Place(o, dtype, o.numbers[number] if has_elements and o.numbers.numel() else number, scales, *row)
         place.finish(globals()[op](place, o))
+        number += has_elements

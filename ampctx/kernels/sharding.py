@@ -39,11 +39,8 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def reshard_units(model: torch.nn.Module) -> None:
-    """Puts the parts of parameters back into a ``fully_shard`` model. No collective.
-
-    torch leaves the outermost unit gathered after a forward without backward. Until its next backward the model has
-    other parameters than the optimizer.
-    """
+    """Puts the parts of parameters back into a ``fully_shard`` model. No collective. torch leaves the outermost unit
+    gathered after a forward without backward, and the model then has other parameters than the optimizer."""
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
@@ -129,16 +126,16 @@ def laid_out_as(value: Any, like: Any) -> Tensor:
 class Grid:
     """The ranks over which some DTensors are spread: those of the largest of their meshes.
 
-    Attributes:
-        dims: the process group of each mesh dimension with several ranks.
-        groups: the process groups to reduce over, one after the other. The default group alone if the mesh has all its
-            ranks; otherwise ``dims``, since torch has no public way to make one group of several dimensions.
+    ``groups``: the process groups to reduce over, one after the other. The default group alone if the mesh has all its
+    ranks; else those of each dimension, as torch has no public way to make one group of several dimensions.
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.dims = _dims_of(mesh)
-        world = torch.distributed.group.WORLD
-        self.groups = [world] if len(self.dims) > 1 and _is_of(mesh, world, self.dims) else self.dims
+        self.dims = self.groups = _dims_of(mesh)
+        config, world = torch.distributed.get_backend_config, torch.distributed.group.WORLD
+        is_whole = len(self.dims) > 1 and world is not None and mesh.size() == world.size()
+        if is_whole and set(map(config, self.dims)) == {config(world)}:
+            self.groups = [world]
 
     def holds(self, mesh: Any) -> bool:
         """Whether each dimension of a mesh is one of the grid."""
@@ -159,13 +156,6 @@ class Grid:
 
 def _dims_of(mesh: Any) -> list[Any]:
     return [group for group in mesh.get_all_groups() if group.size() > 1]
-
-
-def _is_of(mesh: Any, group: Any, dims: list[Any]) -> bool:
-    """Whether the mesh has all ranks of a group, which has the backends of its dimensions."""
-    dist = torch.distributed
-    backends = {dist.get_backend_config(each) for each in dims}
-    return group is not None and mesh.size() == group.size() and backends == {dist.get_backend_config(group)}
 
 
 def grids_of(tensors: Iterable[Tensor]) -> dict[Any, Grid]:
@@ -208,10 +198,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
     """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums.
 
     A rank without a gradient takes part with zeros if the parameter had a pending sum before, and gets the sum if
-    another rank has one: a host sync on that rank.
-
-    Raises:
-        AmpRankError: a rank has never had such a gradient, and does not take part.
+    another rank has one: a host sync on that rank. AmpRankError: a rank has never had such a gradient.
     """
     if not any_sharded(params):
         return

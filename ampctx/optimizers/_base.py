@@ -13,7 +13,7 @@ write back, belong to the parameter: its number in all groups and its step count
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, TypedDict
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.ops import noted
@@ -104,8 +105,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _op: str
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
-    # The op's lists of one-element state -> the key in the state.
-    _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
     _split_step: Callable[..., None] | None = None
@@ -123,7 +122,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_op" in vars(cls):
-            cls._one_element = {state.name: state.key for state in reversed(SPECS[cls._op].one_element)}
             cls._ops = vars(cls).get("_ops", (cls._op,))
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
             # A step that a program wrote without ``given`` does not read found_inf. amp unscales and skips.
@@ -173,7 +171,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
-        group["lr"] = _options.check_lr(group["lr"])
+        if group["lr"] is None:
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
+        rate = _options.check_number("lr", group["lr"])
+        group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
         for number in SPECS[self._op_of(group)].numbers:
             if number.type == "float" and not number.of:
                 check = _options.check_number if number.checked else _options.check_finite
@@ -187,7 +188,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _saved_options(self, group: Group) -> Sequence[str]:
         """The options that all versions of torch, apex and ampctx save, besides lr."""
-        return _checkpoint.options_of(SPECS[self._op_of(group)])
+        numbers = SPECS[self._op_of(group)].numbers
+        betas = ["betas"] if any(number.name == "beta1" for number in numbers) else []
+        return betas + [number.name for number in numbers if number.type == "float" and not number.of]
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
@@ -212,33 +215,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
         super().add_param_group(param_group)
-        g = len(self.param_groups) - 1
+        g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            self._check_group(g)
+            self._check_options(group)
+            for i, p in enumerate(group["params"]):
+                if p.dtype not in KERNEL_DTYPES:
+                    _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
+                self._check_param(g, i, p)
             if self._offload is not None:
                 self._offload.add(self, g)
         except BaseException:
             del self.param_groups[g]
             raise
-        group = self.param_groups[g]
         # torch has warned. One op call with the parameter twice would write it twice in parallel.
         self._has_repeats |= len(set(group["params"])) != len(group["params"])
         if self.capturable:
             # A copy: the caller, or other groups, may use the same tensor.
             group["lr"] = _options.lr_tensor(group).detach().clone()
-
-    def _check_group(self, g: int) -> None:
-        group = self.param_groups[g]
-        self._check_given(group)
-        for i, p in enumerate(group["params"]):
-            if p.dtype not in KERNEL_DTYPES:
-                _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
-            self._check_param(g, i, p)
-
-    def _check_given(self, group: Group) -> None:
-        if group["lr"] is None:
-            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
-        self._check_options(group)
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
         if p.dtype == torch.float16 and self.master_weights == "split":
@@ -247,15 +240,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True."
             )
         if p.dtype == torch.float64 and _state_types.is_reduced(self.param_groups[g]):
-            _state_types.refuse_fp64(self.param_groups[g], param_name(self.param_groups, g, i))
+            raise AmpValueError(
+                f"state_dtype={self.param_groups[g]['state_dtype']!r} does not go with float64 parameters, and "
+                f"{param_name(self.param_groups, g, i)} is one. Put it into a group with state_dtype=torch.float32."
+            )
 
     def _lr_to_tensor(self) -> None:
         """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as
-        code that changes lr for one step puts that tensor back. No host sync.
-
-        Raises:
-            AmpValueError, AmpTypeError: an invalid lr. Nothing has changed then.
-        """
+        code that changes lr for one step puts that tensor back. An invalid lr changes nothing."""
         rates = [_options.lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -348,7 +340,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return
             self._plan = None
         plan = None
-        works = self._new_works(scaling)
+        works = [work.drawing(self._numbers) for work in self._new_works(scaling)]
         calls = _work.each_gradient_once(works) if scaling.unscales else works
         if self._split_step is not None and layerwise.any_split(self.param_groups):
             self._split_step(calls, scaling)
@@ -376,7 +368,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for kind, found in kinds.items():
                 works += _work.works_of(self, group, kind, found, scaling)
         if self._call_elements is not None:
-            works = [piece for work in works for piece in work.pieces(self._call_elements, self._numbers)]
+            most = self._call_elements
+            works = [part for work in works for part in work.parts([None] * len(work.members), most)]
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
@@ -399,7 +392,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         pending_grads = {} if scaling.pending is None else scaling.pending.grads
         place_grads(group["params"])
         first = sum(len(group["params"]) for group in self.param_groups[:g])
-        strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
+        strided, smallest_coded = torch.strided, _state_types.smallest_coded(group)
+        found: dict[Kind, Members] = {}
         for i, p in enumerate(group["params"]):
             if self._has_repeats and any(p is other for other in group["params"][:i]):
                 continue
@@ -411,56 +405,42 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad.layout is not strided:
                 _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
-            kind = (self._destination(p, scaling), is_pending, p.numel() >= smallest_coded)
+            destination = "model" if p in scaling.models else self.layout_of(p)
+            kind = (destination, is_pending, p.numel() >= smallest_coded)
             if kind not in found:
                 found[kind] = Members([], [], [])
-            found[kind].params.append(p)
-            found[kind].grads.append(grad)
-            found[kind].numbers.append(first + i)
+            members = found[kind]
+            members.params.append(p)
+            members.grads.append(grad)
+            members.numbers.append(first + i)
         return found
 
-    def _destination(self, p: Tensor, scaling: Scaling) -> str:
-        """The destination of a parameter's new value, see ``Kind``."""
-        if p in scaling.models:
-            return "model"
+    def layout_of(self, p: Tensor) -> str:
+        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
+        than its 16 bits."""
         if p.dtype not in LOW_PRECISION:
             return "nearest"
         if p.dtype in self._master_dtypes:
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
-    def layout_of(self, p: Tensor) -> str:
-        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
-        than its 16 bits."""
-        return self._destination(p, Scaling())
-
     def _states(self, forms: Forms, destination: str, params: list[Tensor]) -> list[State]:
         """The states of parameters. Creates missing entries, converts those of another form, and resyncs masters from
         the weights."""
-        needed = self._needed(forms, destination)
+        needed = set(forms.keys(destination))
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
             if not _state_types.has_forms(state, forms):
                 _state_types.convert(p, state, forms)
-            if not needed.keys() <= state.keys():
-                self._make_state(p, state, needed)
+            if not needed <= state.keys():
+                self._make_state(p, state, forms, destination)
             if destination in EXTRAS:
                 follow(p, state, self._seen)
         return states
 
-    def _forms(self, group: Group, in_codes: bool) -> Forms:
-        """How the state of parameters is kept. ``in_codes``: whether they are large enough for codes."""
+    def _forms(self, p: Tensor, group: Group) -> Forms:
+        in_codes = p.numel() >= _state_types.smallest_coded(group)
         return _state_types.forms_of(SPECS[self._op_of(group)], group, in_codes)
-
-    def _forms_of(self, p: Tensor, group: Group) -> Forms:
-        return self._forms(group, p.numel() >= _state_types.smallest_coded(group))
-
-    def _needed(self, forms: Forms, destination: str) -> dict[str, torch.dtype | None]:
-        """The keys of a state and their dtypes, in the order of checkpoints. None: see ``_make_state``."""
-        sized = [key for key in forms.sized.values() if key is not None]
-        extra = [EXTRAS[destination]] if destination in EXTRAS else []
-        keys = [*self._one_element.values(), *sized, *forms.scales.values(), *extra]
-        return {key: forms.dtype_of(key) for key in keys}
 
     @torch.no_grad()
     def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
@@ -468,26 +448,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         state: State = {}
         if at is None:
             at = p.detach().cpu() if self._offload is not None else p
-        self._make_state(at, state, self._needed(self._forms_of(p, group), self.layout_of(p)))
+        self._make_state(at, state, self._forms(p, group), self.layout_of(p))
         return state
 
-    def _make_state(self, p: Tensor, state: State, needed: Mapping[str, torch.dtype | None]) -> None:
-        """Creates missing entries. Without a dtype they have that of arithmetic, or of their store."""
-        dtypes = {store.key: store.dtype(p.dtype) for store in STORES.values()}
-        one_element = self._one_element.values()
-        for key, dtype in needed.items():
+    def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:
+        """Creates missing entries."""
+        for key in forms.keys(destination):
             if key in state:
                 continue
-            if key in one_element:
+            if (of := _state_types.SCALES_OF.get(key)) is not None:
+                state[key] = _state_types.zero_scales(state[_state_types.CODED[of].codes_key])
+            elif key in forms.along.values():
                 count = float(self._initial_step if key == "step" else 0)
                 state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
-            elif key in _state_types.SCALES_OF:
-                state[key] = _state_types.zero_scales(state[_state_types.CODED[_state_types.SCALES_OF[key]].codes_key])
             else:
-                dtype = dtype or dtypes.get(key, compute_dtype(p))
+                dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
+                dtype = STORES[destination].dtype(p.dtype) if key == EXTRAS.get(destination) else dtype
                 state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-            if key == EXTRAS["copy"]:
-                state[key].copy_(p)
+                if key == EXTRAS["copy"]:
+                    state[key].copy_(p)
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
@@ -573,7 +552,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-            found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
+            found = _checkpoint.matched(given, self.param_groups)
             if found is None:
                 return None
             with torch.no_grad():
@@ -600,17 +579,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, State]:
-        result, names, at, one_element = {}, {}, {}, set(self._one_element.values())
+        result, names, at = {}, {}, {}
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
-            spec = SPECS[self._op_of(group.saved)]
-            _state_types.keep_options(group.saved, self.param_groups[g])
+            spec, kept = SPECS[self._op_of(group.saved)], _state_types.DEFAULTS
+            one_element = {state.key for state in spec.one_element}
+            for name in kept:  # how to keep state is a choice of this run
+                group.saved.pop(name, None)
+            group.saved.update({name: value for name, value in group.own.items() if name in kept})
+            # Missing flags keep the optimizer's values.
+            for name in ("lr", *self._saved_options(group.saved)):
+                entry(group.saved, name, object, f'state_dict["param_groups"][{g}]')
             # Adds defaults here, because __setstate__ runs after the checks.
-            _checkpoint.check_options(("lr", *self._saved_options(group.saved)), g, group.saved)
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
             try:
-                self._check_given(group.saved)
+                self._check_options(group.saved)
             except AmpError as error:
                 raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
             for p, name, state in group.states:
@@ -621,7 +605,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.check_values(result, names)
         for group in groups:
             for p, _, _ in group.states:
-                _state_types.convert(at[p], result[p], self._forms_of(p, group.saved))
+                _state_types.convert(at[p], result[p], self._forms(p, group.saved))
         return result
 
     def _useless_state(self, p: Tensor) -> set[str]:
@@ -630,8 +614,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {key for write_back, key in EXTRAS.items() if write_back != used}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """Converts the layout of other optimizers' checkpoints."""
-        _checkpoint.take_step_from_group(group)
+        """Converts the layout of other optimizers' checkpoints: apex has one step count for a group."""
+        step = group.saved.pop("step", None)
+        for _, _, state in group.states if step is not None else ():
+            if state:
+                state.setdefault("step", step)
 
     def __getstate__(self) -> dict[str, Any]:
         return _checkpoint.without_amp(self, *TRANSIENT)

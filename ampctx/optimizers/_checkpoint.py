@@ -7,7 +7,7 @@ parameter. This module gives each tensor the dtype and memory layout that the op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers import _state_types
-from ampctx.optimizers._options import Group
+from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.weights.store import EXTRAS
 
@@ -45,9 +45,7 @@ class SavedGroup(NamedTuple):
     own: Group
 
 
-def matched(
-    checkpoint: Mapping[str, Any], groups: list[Group], name: Callable[[int, int], str]
-) -> list[SavedGroup] | None:
+def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGroup] | None:
     """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then. Refuses
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
@@ -63,16 +61,16 @@ def matched(
     for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         entries: list[tuple[Tensor, str, State]] = []
         for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            name = param_name(groups, g, i)
             # torch repeats an id only if a group has a parameter twice.
             if stands_for.setdefault(key, p) is not p:
                 raise AmpValueError(
-                    f"the checkpoint has {key!r} for {name(g, i)}, and for another parameter before it. One of them "
-                    "would get the state of the other. Save the optimizer's state_dict() again."
+                    f"the checkpoint has {key!r} for {name}, and for another parameter before it. One of them would "
+                    "get the state of the other. Save the optimizer's state_dict() again."
                 )
-            state = states.get(key, {})
-            typed(state, Mapping, f"the state of {name(g, i)}")
             if key in states:
-                entries.append((p, name(g, i), {k: value for k, value in state.items() if value is not None}))
+                typed(states[key], Mapping, f"the state of {name}")
+                entries.append((p, name, {k: value for k, value in states[key].items() if value is not None}))
         found.append(SavedGroup(dict(saved), entries, group))
     return found
 
@@ -89,26 +87,6 @@ def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
                 f"that name: {listed(ids, 8)}. This state would be lost."
             )
     return found
-
-
-def take_step_from_group(group: SavedGroup) -> None:
-    """Moves apex's step count of a group to its parameters: here each parameter has its own count."""
-    step = group.saved.pop("step", None)
-    for _, _, state in group.states if step is not None else ():
-        if state:
-            state.setdefault("step", step)
-
-
-def options_of(spec: OpSpec) -> list[str]:
-    """The group options that give an op its floats."""
-    betas = ["betas"] if any(number.name == "beta1" for number in spec.numbers) else []
-    return betas + [number.name for number in spec.numbers if number.type == "float" and not number.of]
-
-
-def check_options(names: Iterable[str], g: int, saved: Group) -> None:
-    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the optimizer's values."""
-    for name in names:
-        entry(saved, name, object, f'state_dict["param_groups"][{g}]')
 
 
 def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
@@ -140,11 +118,8 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
-    """Copies ``state`` for parameter ``p`` to its device, with tensors of its size in its layout and the state's dtype.
-    Refuses a tensor of another size or dtype, by name.
-
-    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out.
-    """
+    """Copies ``state`` to the device of ``p``, with tensors of its size in its layout. Refuses other sizes and dtypes.
+    ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out."""
     result: State = {}
     for key, value in state.items():
         if key in dropped:
@@ -161,10 +136,13 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             result[key] = _number(value, where, p)
             continue
         if key in SIZED:
-            dtype = torch.int16 if key == "remainder" else None
-            _state_types.check_tensor(where, value, p.shape, dtype, p.is_meta)
+            _state_types.check_tensor(where, value, p.shape, torch.int16 if key == "remainder" else None, p.is_meta)
         if isinstance(value, Tensor) and value.shape == p.shape and value.layout == torch.strided:
-            result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
+            dtype = p.dtype if key == "compensation" else compute_dtype(p)
+            # bf16 state stays as it is, until the optimizer converts it.
+            if not value.is_floating_point() or (key in CODED and value.dtype == torch.bfloat16):
+                dtype = value.dtype
+            result[key] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(value)
         elif isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
             raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
         else:
@@ -206,27 +184,9 @@ def _number(value: Any, where: str, p: Tensor) -> Tensor:
     return value.detach().to(device=p.device, dtype=torch.float32, copy=True).reshape(())
 
 
-def is_zero(value: Any) -> bool:
-    """Whether a count is 0. False for values that are no numbers: ``restored`` raises for them."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta and not value.any()
-    return isinstance(value, (int, float)) and value == 0
-
-
-def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:
-    if not value.is_floating_point():
-        return value.dtype
-    if key in CODED and value.dtype == torch.bfloat16:
-        return value.dtype  # as it is, until the optimizer converts it
-    return p.dtype if key == "compensation" else compute_dtype(p)
-
-
 def without_amp(optimizer: Any, *transient: str) -> dict[str, Any]:
-    """The attributes of an optimizer for a copy or a pickle, but for those with the names ``transient``.
-
-    Without hooks (private in torch), as torch's own optimizers; without methods that an LR scheduler or amp has
-    replaced on the instance, and objects that amp has marked with an attribute ``of_amp``: these refer to the original.
-    """
+    """The attributes of an optimizer for a copy or a pickle, without ``transient`` ones, torch's hooks, methods that an
+    LR scheduler or amp has replaced, and objects that amp has marked ``of_amp``: these refer to the original."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -12,29 +12,24 @@ from typing import Any
 import torch
 from torch.optim import optimizer as _torch_optimizer
 
-# Private: what register_optimizer_step_pre_hook and register_optimizer_step_post_hook fill, and what torch asks before
-# it makes labels. None in a torch without them: then torch's own wrapper stays.
-_before = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", None)
-_after = getattr(_torch_optimizer, "_global_optimizer_post_hooks", None)
-_is_profiled: Callable[[], bool] | None = getattr(torch.autograd, "_profiler_enabled", None)
-
-
-def may_be_profiled() -> bool:
-    """Whether a profiler may look for torch's labels."""
-    return _is_profiled is None or _is_profiled()
+# Private: whether a profiler may look for torch's labels, as torch asks before it makes them.
+may_be_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.optim.Optimizer.profile_hook_step``, which does its work only where somebody sees it."""
     whole: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)
-    before, after, is_profiled = _before, _after, _is_profiled
-    if before is None or after is None or is_profiled is None:
+    # Private: what register_optimizer_step_pre_hook and register_optimizer_step_post_hook fill. None in a torch without
+    # them: then torch's own wrapper stays.
+    before = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", None)
+    after = getattr(_torch_optimizer, "_global_optimizer_post_hooks", None)
+    if before is None or after is None:
         return whole
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         of_own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if of_own or before or after or torch.compiler.is_compiling() or is_profiled():
+        if of_own or before or after or torch.compiler.is_compiling() or may_be_profiled():
             return whole(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 

@@ -12,7 +12,7 @@ On a CUDA device the twins are pinned, and copies have a stream of their own. El
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels import foreach, tensor_loops
-from ampctx.kernels.foreach import Factor, PerDevice, Unread
+from ampctx.kernels import tensor_loops
+from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import param_name, with_grads
-from ampctx.optimizers._work import Scaling
+from ampctx.optimizers._work import Scaling, unscale
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
 CALL_ELEMENTS = 2**24
@@ -37,11 +37,10 @@ class _Twin(NamedTuple):
 
     weight: Tensor
     grad: Tensor
-    kind: tuple[Any, ...]
-
-
-def _kind_of(p: Tensor) -> tuple[Any, ...]:
-    return p.dtype, p.device, p.shape, p.stride()
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class Offload:
@@ -81,11 +80,11 @@ class Offload:
 
     def _fit(self, params: Iterable[Tensor]) -> None:
         """Makes twins of parameters that have none of their dtype, device and layout."""
-        kinds = {p: twin.kind for p, twin in self._twins.items()}
-        new = [p for p in dict.fromkeys(params) if kinds.get(p) != _kind_of(p)]
+        kinds = {p: (p.dtype, p.device, p.shape, p.stride()) for p in params}
+        new = [p for p, kind in kinds.items() if p not in self._twins or self._twins[p][2:] != kind]
         self._drop(new)  # frees their memory first
         for p, weight, grad in zip(new, buffers(new), buffers(new), strict=True):
-            self._twins[p] = _Twin(weight, grad, _kind_of(p))
+            self._twins[p] = _Twin(weight, grad, *kinds[p])
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         for p in params:
@@ -96,19 +95,14 @@ class Offload:
         """Copies a weight down if the program has changed it."""
         if self._seen.get(p) != (p._version, p.data_ptr()):
             lane.copy(self._twins[p].weight, p.detach())
-            self._agrees(p)
-
-    def _agrees(self, p: Tensor) -> None:
-        self._seen[p] = p._version, p.data_ptr()
+            self._seen[p] = p._version, p.data_ptr()
 
     def masters_follow_model(self, optimizer: Any) -> None:
         """Reads all weights, and resyncs what the state keeps of them."""
         self.forget()
         params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         self._fit(params)
-        lanes = {p.device: self.lane(p.device) for p in params}
-        for lane in lanes.values():
-            lane.follow_current()
+        lanes = self._lanes_of(params)
         for p in params:
             self._read(p, lanes[p.device])
         for lane in lanes.values():
@@ -126,10 +120,13 @@ class Offload:
         if self._host is not None:
             self._host._seen, self._host._plan = {}, None
 
-    def lane(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = Lane(device)
-        return self._lanes[device]
+    def _lanes_of(self, tensors: Iterable[Tensor]) -> dict[torch.device, Lane]:
+        """The lanes of the devices of some tensors. Copies come after what the devices have been given so far."""
+        devices = dict.fromkeys(t.device for t in tensors)
+        self._lanes |= {device: Lane(device) for device in devices if device not in self._lanes}
+        for device in devices:
+            self._lanes[device].follow_current()
+        return {device: self._lanes[device] for device in devices}
 
     def _host_of(self, optimizer: Any) -> Any:
         """The optimizer over the twins, with the options and the state that ``optimizer`` has now."""
@@ -166,15 +163,17 @@ class Offload:
             optimizer._check_param(g, i, p)
         grads: dict[Tensor, Tensor] = {p: p.grad for p in members if p.grad is not None}
         self._fit(members)
-        lanes = {device: self.lane(device) for device in {p.device for p in grads}}
         for p in grads:
             optimizer.state[p]  # a dict for the host to fill
-        host, arrived = self._host_of(optimizer), self._down(grads, lanes, scaling)
+        numbers = [each.value for each in (scaling.found_inf, scaling.inv_scale) if isinstance(each, PerDevice)]
+        host, lanes = self._host_of(optimizer), self._lanes_of([*grads, *numbers])
+        arrived = self._down(grads, lanes, scaling)
         for lane in lanes.values():
-            # Before the device changes a gradient, or frees it.
-            lane.be_followed(lane.mark())
+            lane.be_followed()  # before the device changes a gradient, or frees it
         if scaling.unscales:
-            _unscale(list(grads.values()), scaling)
+            # Unless it is skipped: as the step of an optimizer without offload does.
+            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads.values()}
+            unscale(list(unique.values()), scaling.found_inf, scaling.inv_scale)
         to_send = {self._twins[p].weight: p for p in grads}
 
         def send(weights: Iterable[Tensor]) -> None:
@@ -194,46 +193,29 @@ class Offload:
             # After an exception, too: a twin that has stepped is the parameter's value.
             send(list(to_send))
             for lane in lanes.values():
-                lane.be_followed(lane.mark())
+                lane.be_followed()
             tensor_loops.bump_versions(stepped)
-            for p in stepped:
-                self._agrees(p)
+            self._seen.update({p: (p._version, p.data_ptr()) for p in stepped})
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
-        for lane in lanes.values():
-            lane.follow_current()
         for p, twin in self._twins.items():
             twin.weight.grad = None
             if p in grads:
                 self._read(p, lanes[p.device])
                 lanes[p.device].copy(twin.grad, grads[p])
                 twin.weight.grad = twin.grad
-        found_inf, inv_scale = scaling.found_inf, scaling.inv_scale
-        return Scaling(
-            None if found_inf is None else self._number_down(found_inf, lanes),
-            self._number_down(inv_scale, lanes) if isinstance(inv_scale, PerDevice) else inv_scale,
-        )
 
-    def _number_down(self, number: PerDevice, lanes: dict[torch.device, Lane]) -> PerDevice:
-        value = number.value.detach()
-        here = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
-        lane = lanes.setdefault(value.device, self.lane(value.device))
-        lane.follow_current()
-        lane.copy(here, value)
-        return PerDevice(here)
+        def down(number: Any) -> Any:
+            if not isinstance(number, PerDevice):
+                return number
+            value = number.value.detach()
+            here = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
+            lanes[value.device].copy(here, value)
+            return PerDevice(here)
+
+        return Scaling(down(scaling.found_inf), down(scaling.inv_scale))
 
 
 def _of(optimizer: Any) -> str:
     return f"{type(optimizer).__name__}(offload='cpu')"
-
-
-def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:
-    """Unscales gradients in place, as the step of an optimizer without offload does, unless it is skipped."""
-    each = list({grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads}.values())
-    factor: Factor = scaling.inv_scale
-    if scaling.found_inf is not None:
-        flag = scaling.found_inf.value
-        inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
-        factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
-    foreach.scale(each, each, Unread(), factor)

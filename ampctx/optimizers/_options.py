@@ -23,15 +23,6 @@ _NO_PAIRS = (str, bytes, Mapping)
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
 
 
-def check_lr(lr: Any) -> float | Tensor:
-    """A number >= 0, or a one-element tensor with one, which is read: host sync."""
-    if isinstance(lr, Tensor):
-        check_one_element("lr", lr)
-        check_number("lr", lr.item())
-        return lr
-    return check_number("lr", lr)
-
-
 def device_of(group: Group) -> torch.device:
     """The device for a tensor lr of a group."""
     return group["params"][0].device if group["params"] else torch.device("cpu")
@@ -43,11 +34,7 @@ def is_lr_on_device(lr: Any, device: torch.device) -> bool:
 
 
 def lr_tensor(group: Group) -> Tensor:
-    """The lr of a group as a tensor for the ops: itself if possible. Host sync only to copy it to the CPU.
-
-    Raises:
-        AmpValueError, AmpTypeError: a tensor of several elements, or no number >= 0.
-    """
+    """The lr of a group as a tensor for the ops: itself if possible. Host sync only to copy it to the CPU."""
     lr, device = group["lr"], device_of(group)
     if is_lr_on_device(lr, device):
         return lr
@@ -123,11 +110,7 @@ def check_betas(betas: Any) -> tuple[float, float]:
 
 
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:
-    """Checks options that user code may have changed since the last step, and that the ops would misread.
-
-    Raises:
-        AmpTypeError, AmpValueError: an invalid option.
-    """
+    """Checks options that user code may have changed since the last step, and that the ops would misread."""
     for name in flags:
         if group[name] is not True and group[name] is not False:
             check_flag(name, group[name])

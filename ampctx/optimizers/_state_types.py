@@ -21,6 +21,7 @@ from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
 from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
 from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers._options import Group, check_choice, plain
+from ampctx.weights.store import EXTRAS
 
 CODED = {state.key: state for spec in SPECS.values() for state in spec.coded}
 CODES_OF = {state.codes_key: key for key, state in CODED.items()}
@@ -42,26 +43,18 @@ def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
     return {} if given == DEFAULTS else given
 
 
-def keep_options(saved: Group, own: Group) -> None:
-    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run."""
-    for name in DEFAULTS:
-        saved.pop(name, None)
-        if name in own:
-            saved[name] = own[name]
+def _choices(group: Group) -> list[Any]:
+    given = group.get("state_dtype", _WIDE)
+    return list(given.values()) if isinstance(given, dict) else [given]
 
 
 def is_reduced(group: Group) -> bool:
     """Whether some state may be below fp32."""
-    given = group.get("state_dtype", _WIDE)
-    return given is not _WIDE and (not isinstance(given, dict) or any(v is not _WIDE for v in given.values()))
+    return any(choice is not _WIDE for choice in _choices(group))
 
 
 def check(of: str, ops: Sequence[str], group: Group) -> None:
-    """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: those of the optimizer, which name its state.
-
-    Raises:
-        AmpTypeError, AmpValueError: an invalid option, by name.
-    """
+    """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: of the optimizer, which name its state."""
     if not any(name in group for name in DEFAULTS):  # each step calls this
         return
     given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
@@ -93,19 +86,9 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
         )
 
 
-def refuse_fp64(group: Group, name: str) -> None:
-    raise AmpValueError(
-        f"state_dtype={group['state_dtype']!r} does not go with float64 parameters, and {name} is one. Put it into a "
-        "group with state_dtype=torch.float32."
-    )
-
-
 def smallest_coded(group: Group) -> float:
     """The size from which parameters of a group have codes; inf if none have."""
-    given = group.get("state_dtype", _WIDE)
-    has_codes = given == "8bit" or (isinstance(given, dict) and "8bit" in given.values())
-    size: float = group.get("min_8bit_size", _MIN_8BIT_SIZE)
-    return size if has_codes else math.inf
+    return group.get("min_8bit_size", _MIN_8BIT_SIZE) if "8bit" in _choices(group) else math.inf
 
 
 # --- forms of state ---------------------------------------------------------------------------------------------------
@@ -115,37 +98,39 @@ class Forms(NamedTuple):
     """How the states of some parameters are kept.
 
     sized: the op's lists of state of the parameters' size -> the key in the state; None for an empty list.
-    scales: the op's lists of scales -> the key.
+    along: its lists of one-element state, and of scales -> the key.
     dtypes: the state's key without "_codes" -> bf16, int8 or uint8. Others are in the type of arithmetic.
     """
 
     sized: Mapping[str, str | None]
-    scales: Mapping[str, str]
+    along: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
 
-    def dtype_of(self, key: str) -> torch.dtype | None:
-        """The dtype of an entry of the state; None for that of arithmetic."""
-        return self.dtypes.get(CODES_OF.get(key, key))
+    def keys(self, destination: str) -> list[str]:
+        """The keys of a state with a write back, in the order of checkpoints."""
+        scales = [key for key in self.along.values() if key in SCALES_OF]
+        one_element = [key for key in self.along.values() if key not in SCALES_OF]
+        extra = [EXTRAS[destination]] if destination in EXTRAS else []
+        return [*one_element, *filter(None, self.sized.values()), *scales, *extra]
 
 
 def forms_of(spec: OpSpec, group: Group, in_codes: bool) -> Forms:
     """``in_codes``: whether the parameters are large enough for codes."""
     sized = {state.name: state.key if not state.if_set or group[state.if_set] else None for state in spec.sized}
-    if not is_reduced(group):
-        return Forms(sized, {}, {})
-    given, lists = group["state_dtype"], dict(sized)
-    scales, dtypes = {}, {}
-    for state in spec.coded:
+    along = {state.name: state.key for state in reversed(spec.one_element)}
+    given = group.get("state_dtype", _WIDE)
+    dtypes: dict[str, torch.dtype] = {}
+    for state in spec.coded if is_reduced(group) else ():
         if sized.get(state.name) is None:
             continue
         of_state = given.get(state.key, _WIDE) if isinstance(given, dict) else given
         if of_state is torch.bfloat16:
             dtypes[state.key] = torch.bfloat16
         elif of_state == "8bit" and in_codes:
-            lists[state.name] = state.codes_key
-            scales[state.scales] = state.scales
+            sized[state.name] = state.codes_key
+            along[state.scales] = state.scales
             dtypes[state.key] = DTYPES[state.code]
-    return Forms(lists, scales, dtypes)
+    return Forms(sized, along, dtypes)
 
 
 def has_forms(state: Mapping[str, Any], forms: Forms) -> bool:
@@ -225,13 +210,8 @@ def _whole(t: Any) -> Tensor:
 
 @torch.no_grad()
 def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise.
-
-    A collective if codes are sharded otherwise than ``p``.
-
-    Raises:
-        AmpKeyError: codes without scales. AmpValueError: a wrong dtype or shape, by name.
-    """
+    """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise. A
+    collective if codes are sharded otherwise than ``p``."""
     coded = CODED[key]
     codes, scales = _checked(name, key, state)
     check_tensor(f"the state {coded.codes_key!r} of {name}", codes, p.shape, codes.dtype)
@@ -314,13 +294,11 @@ def for_any_ranks(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The states of a checkpoint, with fp32 in place of codes whose scales belong to this rank's part alone."""
 
     def is_local(state: Any) -> bool:
-        return isinstance(state, Mapping) and any(
-            is_sharded(state[codes]) and not is_sharded(state[CODED[key].scales])
-            for codes, key in CODES_OF.items()
-            if codes in state
-        )
+        pairs = [(state[codes], state[CODED[key].scales]) for codes, key in CODES_OF.items() if codes in state]
+        return any(is_sharded(codes) and not is_sharded(scales) for codes, scales in pairs)
 
-    return {key: unpacked(state) if is_local(state) else state for key, state in states.items()}
+    found = {key: unpacked(state) for key, state in states.items() if isinstance(state, Mapping) and is_local(state)}
+    return {**states, **found}
 
 
 @autocast_off()
@@ -344,12 +322,7 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise AmpTypeError("unpack_state: state_dict must be what optimizer.state_dict() returned")
 
-    on_cpu = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
-    states = {
-        key: unpacked(state, f"parameter {key!r}") if isinstance(state, Mapping) else state
-        for key, state in on_cpu.items()
-    }
-    groups = [
-        {key: value for key, value in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]
-    ]
+    states = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
+    states |= {key: unpacked(s, f"parameter {key!r}") for key, s in states.items() if isinstance(s, Mapping)}
+    groups = [{key: v for key, v in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]]
     return {**state_dict, "state": states, "param_groups": groups}

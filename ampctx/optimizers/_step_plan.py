@@ -10,6 +10,7 @@ from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
+from ampctx.optimizers._state_types import forms_of
 from ampctx.optimizers._work import Scaling, Work, settings_of, writes_all
 from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
@@ -34,24 +35,24 @@ def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: S
 
 
 def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
-    names = SPECS[optimizer._op_of(work.group)].lists
-    forms = optimizer._forms(work.group, work.kind[2])
-    keys = {**forms.sized, **optimizer._one_element, **forms.scales}
+    spec = SPECS[optimizer._op_of(work.group)]
+    forms = forms_of(spec, work.group, work.kind[2])
+    keys = {**{name: key for name, key in forms.sized.items() if key is not None}, **forms.along}
     if (destination := work.kind[0]) in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
     columns: list[Column] = []
-    for name, tensors in zip(names, call.lists, strict=True):
+    for name, tensors in zip(spec.lists, call.lists, strict=True):
         if name == "skips":
             columns.append(None)
         elif name == "grads":
             columns.append((list(work.members), list(tensors)))
-        elif keys.get(name) is not None and len(tensors):
+        elif name in keys and len(tensors):
             columns.append(([optimizer.state[p] for p in work.members], keys[name], list(tensors)))
         else:
             columns.append(list(tensors))
-    written = [names.index(name) for name in ("params", "extras") if call.lists[names.index(name)]]
-    unscales = call.op == SPECS[optimizer._op_of(work.group)].unscaling_op
-    return PlannedCall(call.op, columns, (*written, *((0,) if unscales else ())))
+    writes = ("params", "extras", *(["grads"] if call.op == spec.unscaling_op else []))
+    written = tuple(i for i, name in enumerate(spec.lists) if name in writes and call.lists[i])
+    return PlannedCall(call.op, columns, written)
 
 
 class StepPlan:

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import reference_steps, steps, tensor_loops
+from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
-from ampctx.kernels.grouping import buckets
+from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers._options import Group, check_one_element
+from ampctx.optimizers._state_types import forms_of
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import SkipCounts, Step
 from ampctx.weights.store import EXTRAS
@@ -111,20 +112,6 @@ Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
 _MOST_NUMBERS = 64
 
 
-def _numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-    """The numbers of the parameters that have elements, int64 on ``device``. Made once, as a captured graph keeps the
-    address. No host sync."""
-    key = device, tuple(n for n, p in zip(numbers, params, strict=True) if p.numel())
-    if key not in made:
-        found = move(torch.tensor(key[1], dtype=torch.int64), device)
-        if torch.compiler.is_compiling():
-            return found
-        if len(made) >= _MOST_NUMBERS:
-            del made[next(iter(made))]
-        made[key] = found
-    return made[key]
-
-
 class Work(NamedTuple):
     """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
@@ -138,7 +125,7 @@ class Work(NamedTuple):
     members: list[Tensor]
     lists: dict[str, Any]
     sharded: bool = False  # whether some members are DTensors
-    # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
+    # The numbers of the members, and the op's ``stochastic_state`` and ``numbers`` if it draws random bits.
     numbers: Sequence[int] = ()
     random: Mapping[str, Any] = {}
     # (gradient, its copy for the op), for gradients to unscale.
@@ -153,27 +140,30 @@ class Work(NamedTuple):
         """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
         return self.fused and not self.sharded and not self.relaid
 
-    def part(self, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
-        """The op call for some of the members. ``is_first``: of the parts, which copies of gradients go with.
-        ``made``: the optimizer's ``numbers`` of earlier calls."""
-        lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in self.lists.items()}
-        numbers, random = self.numbers, self.random
-        if random:
-            numbers = [numbers[i] for i in places]
-            random = {**random, "numbers": _numbers_on(made, self.device, numbers, lists["params"])}
-        members, relaid = [self.members[i] for i in places], self.relaid if is_first else ()
-        return self._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
+    def parts(self, kinds: Sequence[Any], most: int) -> list[Work]:
+        """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more."""
+        found, relaid = [], self.relaid
+        for places in stacks(zip(kinds, map(Tensor.numel, self.lists["params"]), strict=True), most):
+            lists = {name: [ts[i] for i in places] if ts else ts for name, ts in self.lists.items()}
+            members, numbers = [self.members[i] for i in places], [self.numbers[i] for i in places]
+            # All copies of gradients go with the first.
+            found.append(self._replace(members=members, lists=lists, numbers=numbers, relaid=relaid))
+            relaid = ()
+        return found
 
-    def pieces(self, most: int, made: Numbers) -> Iterator[Work]:
-        """The call as several, each of the members up to ``most`` elements, or of one that has more."""
-        starts, size = [0], 0
-        for i, p in enumerate(self.members):
-            size += p.numel()
-            if i > starts[-1] and size > most:
-                starts.append(i)
-                size = p.numel()
-        for start, end in zip(starts, [*starts[1:], len(self.members)], strict=True):
-            yield self.part(range(start, end), start == 0, made)
+    def drawing(self, made: Numbers) -> Work:
+        """The call with the numbers of the parameters that have elements, int64 on the device, if it draws random bits.
+        Made once, as a captured graph keeps the address. No host sync."""
+        if not self.random:
+            return self
+        pairs = zip(self.numbers, self.lists["params"], strict=True)
+        key = self.device, tuple(number for number, p in pairs if p.numel())
+        found = made[key] if key in made else move(torch.tensor(key[1], dtype=torch.int64), self.device)
+        if key not in made and not torch.compiler.is_compiling():
+            if len(made) >= _MOST_NUMBERS:
+                del made[next(iter(made))]
+            made[key] = found
+        return self._replace(random={**self.random, "numbers": found})
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
@@ -187,7 +177,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
     destination, is_pending, in_codes = kind
-    forms = optimizer._forms(group, in_codes)
+    forms = forms_of(SPECS[optimizer._op_of(group)], group, in_codes)
     states = optimizer._states(forms, destination, members.params)
     targets, extra = members.params, []
     if destination == "model":
@@ -210,23 +200,19 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
     compared = {"grads": grads, "params": params, **({"extras": extras} if extras else {})}
     compared |= {name: [state[key] for state in states] for name, key in forms.sized.items() if key is not None}
-    of_other_sizes = {**optimizer._one_element, **forms.scales}
-    along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
+    along = {name: local([state[key] for state in states]) for name, key in forms.along.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
-    sharded, made = any_sharded(members.params), optimizer._numbers
+    sharded = any_sharded(members.params)
     found = buckets(
         *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
     )
     for device, fused, (*lists, stepped, numbers) in found:
         named = {**empty, **dict(zip([*compared, *along], lists, strict=True))}
-        drawn: Sequence[int] = ()
-        random: dict[str, Any] = {}
-        if forms.dtypes or destination == "stochastic":
+        random = {"stochastic_state": bool(forms.dtypes)} if forms.dtypes or destination == "stochastic" else {}
+        if random and sharded:
             # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
-            drawn = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)] if sharded else numbers
-            random = {"numbers": _numbers_on(made, device, drawn, named["params"])}
-            random["stochastic_state"] = bool(forms.dtypes)
-        yield Work(group, kind, device, fused, stepped, named, sharded, drawn, random, relaid)
+            numbers = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)]
+        yield Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
         relaid = ()
 
 
@@ -245,6 +231,15 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         work if work.is_pending else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
+
+
+def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor) -> None:
+    """Unscales gradients in place, unless the step is skipped. No host sync."""
+    if found_inf is not None:
+        flag = found_inf.value
+        inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
+        factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
+    foreach.scale(grads, grads, foreach.Unread(), factor)
 
 
 def settings_of(optimizer: Any) -> list[Any]:

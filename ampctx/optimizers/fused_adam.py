@@ -98,11 +98,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:
-    """Compares ``decoupled_weight_decay`` of torch's Adam, an option of the group, with what this optimizer does.
-
-    Raises:
-        AmpValueError: the decay of the checkpoint would have another meaning.
-    """
+    """Refuses a checkpoint whose ``decoupled_weight_decay``, an option of torch's groups, is not what we do."""
     theirs = group.saved.get("decoupled_weight_decay")
     if theirs is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
 from ampctx.optimizers import _options, _work, layerwise
@@ -132,10 +133,8 @@ class FusedMuon(FusedOptimizer):
             if not work.group["use_muon"]:
                 works.append(work)
                 continue
-            params = work.lists["params"]
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
-            found = stacks((kind, p.numel()) for kind, p in zip(kinds, params, strict=True))
-            works += [work.part(places, places is found[0], self._numbers) for places in found]
+            works += work.parts(kinds, MOST_ELEMENTS)
         return works
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
@@ -143,33 +142,42 @@ class FusedMuon(FusedOptimizer):
             super()._launch(work, scaling, norm)
             return
         arguments = self._arguments(work, scaling)
-        updates = self.orthogonalized(work.group, self.directions(work, arguments))
-        self.descend(work, arguments, updates)
+        self._descend(work, arguments, self._orthogonalized(work.group, self._directions(work, arguments)))
 
-    def directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
+    def _directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
         """Averages the gradients, and returns the directions in bf16: zeros if the step is skipped."""
         found = [torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False) for p in work.lists["params"]]
-        # A copy: ``descend`` advances the counts, from which both calls draw random bits.
+        # A copy: ``_descend`` advances the counts, from which both calls draw random bits.
         steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())
         lists = {**work.lists, "params": found, "extras": [], "steps": steps}
         _work.call("muon", work._replace(kind=("nearest", *work.kind[1:]), lists=lists), arguments)
         return found
 
-    def orthogonalized(self, group: Group, directions: Sequence[Tensor]) -> list[Tensor]:
-        """The directions of matrices of one shape, orthogonalised."""
+    def _orthogonalized(self, group: Group, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalises directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``."""
         function = self.orthogonalize
         if function is None:
             steps, eps = group["ns_steps"], group["eps"]
             function = partial(newton_schulz, coefficients=group["ns_coefficients"], steps=steps, eps=eps)
-        return orthogonalized(directions, function)
+        # O1 and O4 leave autocast on between forward passes.
+        with autocast_off():
+            stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
+            if not stack.numel():
+                return list(directions)
+            parts = stack.split(max(1, MOST_ELEMENTS // stack[0].numel()))
+            results = [_checked(function(part), part) for part in parts]
+            result = results[0] if len(results) == 1 else torch.cat(results)
+        counts = [math.prod(u.shape[:-2]) for u in directions]
+        return [o.reshape(u.shape) for o, u in zip(result.split(counts), directions, strict=True)]
 
-    def descend(self, work: Work, arguments: dict[str, Any], updates: Sequence[Tensor]) -> None:
-        """Steps the weights, and advances the step counts."""
+    def _descend(self, work: Work, arguments: dict[str, Any], updates: Sequence[Tensor]) -> None:
         moves = [_work.in_layout_of(p, update) for p, update in zip(work.lists["params"], updates, strict=True)]
-        # The gradients have been unscaled, clipped and turned round, and the step counted.
-        given = {name: arguments[name] for name in ("found_inf", "lr", "seed")}
-        factor = adjustment(work.group["adjust_lr_fn"], work.members[0].shape)
-        layerwise.take_step(work, moves, {**given, "weight_decay": work.group["weight_decay"], "inv_scale": factor})
+        # As in torch.optim.Muon: Jordan et al. (2024), or Liu et al. (2025).
+        rows, columns = work.members[0].shape[-2:]
+        factor = math.sqrt(max(1.0, rows / max(columns, 1)))
+        if work.group["adjust_lr_fn"] == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        layerwise.take_step(work, moves, arguments, inv_scale=factor, weight_decay=work.group["weight_decay"])
 
     def _split_step(self, works: Sequence[Work], scaling: Scaling) -> None:
         """A step where ranks hold parts of matrices. One all_gather for each stack of these, in bf16: each rank
@@ -179,7 +187,7 @@ class FusedMuon(FusedOptimizer):
         for work in works:
             if work.group["use_muon"] and has_split_matrices(work.members[0]):
                 arguments = self._arguments(work, scaling)
-                directions.update(zip(work.members, self.directions(work, arguments), strict=True))
+                directions.update(zip(work.members, self._directions(work, arguments), strict=True))
                 calls.append((work, arguments))
             else:
                 self._launch(work, scaling, None)
@@ -188,11 +196,11 @@ class FusedMuon(FusedOptimizer):
                 # A parameter without gradient on this rank takes part: another rank may have one.
                 members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
                 for placed, alike in by_layout(members).items():
-                    for places in stacks((p.shape, p.numel()) for p in alike):
+                    for places in stacks(((p.shape, p.numel()) for p in alike), MOST_ELEMENTS):
                         with autocast_off():
                             self._orthogonalize_rows(group, placed, [alike[i] for i in places], directions)
         for work, arguments in calls:
-            self.descend(work, arguments, [directions[p] for p in work.members])
+            self._descend(work, arguments, [directions[p] for p in work.members])
 
     def _orthogonalize_rows(
         self, group: Group, placed: Any, params: Sequence[Tensor], directions: dict[Tensor, Tensor]
@@ -211,7 +219,7 @@ class FusedMuon(FusedOptimizer):
             whole = rows.full_tensor()
         if not any(p in directions for p in params):
             return
-        updates = torch.stack(self.orthogonalized(group, whole.unbind()))
+        updates = torch.stack(self._orthogonalized(group, whole.unbind()))
         everywhere = [tensor.Replicate()] * mesh.ndim
         gathered = tensor.DTensor.from_local(updates, mesh, everywhere, run_check=False)
         mine = gathered.redistribute(mesh, stacked).to_local()
@@ -256,39 +264,6 @@ def newton_schulz(stack: Tensor, coefficients: Sequence[float], steps: int, eps:
     return x.mT if is_tall else x
 
 
-def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
-    """Sorts (kind, number of elements) into stacks: lists of places of one kind, in order, with at most
-    ``MOST_ELEMENTS``, or one place with more."""
-    found: list[list[int]] = []
-    unfilled: dict[Any, tuple[list[int], int]] = {}
-    for i, (kind, elements) in enumerate(matrices):
-        stack, room = unfilled.get(kind, ([], 0))
-        if not stack or elements > room:
-            stack, room = [], MOST_ELEMENTS
-            found.append(stack)
-        stack.append(i)
-        unfilled[kind] = stack, room - elements
-    return found
-
-
-def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
-    """``function`` of directions (m, n) or (experts, m, n) of one shape, in stacks of at most ``MOST_ELEMENTS``.
-
-    Raises:
-        AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.
-    """
-    # O1 and O4 leave autocast on between forward passes.
-    with autocast_off():
-        stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
-        if not stack.numel():
-            return list(directions)
-        parts = stack.split(max(1, MOST_ELEMENTS // stack[0].numel()))
-        results = [_checked(function(part), part) for part in parts]
-        result = results[0] if len(results) == 1 else torch.cat(results)
-    counts = [math.prod(u.shape[:-2]) for u in directions]
-    return [o.reshape(u.shape) for o, u in zip(result.split(counts), directions, strict=True)]
-
-
 def _checked(result: Any, part: Tensor) -> Tensor:
     if not isinstance(result, Tensor):
         raise AmpTypeError(f"orthogonalize returned a {type(result).__name__}, expected a tensor")
@@ -298,15 +273,6 @@ def _checked(result: Any, part: Tensor) -> Tensor:
             f"floating tensor of shape {tuple(part.shape)} on {part.device}. Momenta have advanced: load a checkpoint."
         )
     return result
-
-
-def adjustment(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """The factor for the lr of matrices with ``shape[-2:]``, as in torch.optim.Muon: Jordan et al. (2024), or with
-    "match_rms_adamw" Liu et al. (2025)."""
-    rows, columns = shape[-2:]
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / max(columns, 1)))
 
 
 def _sharding(p: Any) -> list[Any]:

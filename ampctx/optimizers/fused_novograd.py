@@ -68,10 +68,8 @@ class FusedNovoGrad(FusedOptimizer):
         group["norm_type"] = int(norm_type)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """Splits apex's norms, two tensors a group: for its fp16 parameters and for the others.
-
-        If one is empty (with amp's masters), the other has all norms in order, for any dtypes now.
-        """
+        """Splits apex's norms, two tensors a group: for its fp16 parameters and for the others. If one is empty (with
+        amp's masters), the other has all norms in order, for any dtypes now."""
         super()._adapt_checkpoint(group)
         norms = group.saved.pop("exp_avg_sq", None)
         if norms is None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
-from ampctx.optimizers._checkpoint import SavedGroup, is_zero
+from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group
+from ampctx.optimizers._state_types import Forms, State
 from ampctx.weights.step import Given
 
 
@@ -71,11 +71,11 @@ class FusedSGD(FusedOptimizer):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise AmpValueError("Nesterov momentum requires a momentum and zero dampening.")
 
-    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Mapping[str, torch.dtype | None]) -> None:
-        if any(key.startswith("momentum_buffer") and key not in state for key in needed):
+    def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:
+        if any(key is not None and key not in state for key in forms.sized.values()):
             # At a count of 0 the op starts the buffer with the gradient.
             state.pop("step", None)
-        super()._make_state(p, state, needed)
+        super()._make_state(p, state, forms, destination)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)
@@ -83,8 +83,14 @@ class FusedSGD(FusedOptimizer):
             # torch and apex do not count steps: an existing buffer has started. If our first step was skipped and torch
             # then started the buffer, the checkpoint has our count of 0.
             buffer = next((value for key, value in state.items() if key.startswith("momentum_buffer")), None)
-            if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
+            if not isinstance(buffer, Tensor) or buffer.is_meta:
                 continue
-            begun = "step" not in state or (is_zero(state["step"]) and buffer.any())
-            if begun:
+            if "step" not in state or (_is_zero(state["step"]) and buffer.any()):
                 state["step"] = 1
+
+
+def _is_zero(count: Any) -> bool:
+    """False for values that are no numbers: the checks of states raise for them."""
+    if isinstance(count, Tensor):
+        return count.numel() == 1 and not count.is_meta and not count.any()
+    return isinstance(count, (int, float)) and count == 0

@@ -15,7 +15,7 @@ from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES
-from ampctx.kernels.sharding import place_grads
+from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
@@ -167,15 +167,18 @@ class LARC:
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
         own: dict[str, Any] = {"trust_coefficient": self.trust_coefficient, "eps": self.eps, "clip": self.clip}
-        if layerwise.any_split(self.param_groups):
-            return layerwise.larc(self.param_groups, decays, gradients, found_inf, inv_scale, **own)
+        norms = layerwise.larc_norms(self.param_groups, gradients, inv_scale)
         for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
-            for device, fused, (g, p) in buckets(grads, params):
+            along = [norms.pop(0)] if norms else []
+            for device, fused, (g, p, *joined) in buckets(grads, params, along=along):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
                 given = {"grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "weight_decay": decay, **own}
                 given |= {"lr": on_device(group["lr"], device), "maximize": bool(group.get("maximize", False))}
-                if fused:
+                if fused and not joined:
                     steps.larc(**given)
                 else:
-                    reference_steps.run("larc", {**given, "inv_scale": factor(inv), "lr": factor(given["lr"])})
+                    given |= {"inv_scale": factor(inv), "lr": factor(given["lr"])}
+                    reference_steps.run("larc", {**given, "norms": joined[0] if joined else None})
+            if along:  # DTensors
+                wrote(grads)

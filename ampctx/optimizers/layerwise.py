@@ -1,5 +1,5 @@
-"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and LARC where ranks hold parts of DTensors, and what
-apex's amp_C has of LAMB and LARS.
+"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
+DTensors, and LAMB for apex's amp_C.
 
 The ops of LAMB, NovoGrad and LARC make norms, directions and steps at once. That serves neither ranks, none of which
 knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of
@@ -23,7 +23,7 @@ from torch import Tensor
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype, scalar, widest
+from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
@@ -46,11 +46,8 @@ _NO_STEP |= {"global_grad_norm": 0.0, "max_grad_norm": 0.0}
 
 
 def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> None:
-    """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts.
-
-    By the names of its arguments, ``lists`` of parameter size (those of state may be left out), the lists ``along``,
-    and ``numbers``.
-    """
+    """An op of ``ampctx.optimizer_ops``, once for each combination of dtypes and layouts. ``lists``: of parameter size;
+    those of state may be left out. ``along``: its other lists."""
     kind = ("copy", False, False) if "extras" in lists else _PLAIN
     empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
     for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
@@ -67,11 +64,6 @@ def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
 def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
     """LAMB's ratio: each update times ||p|| / ||u||, or 1 where a norm is 0."""
     multiply(updates, torch.where((of_params != 0) & (of_updates != 0), of_params / of_updates, 1.0))
-
-
-def trust(of_params: Tensor, of_grads: Tensor, coefficient: float, weight_decay: float, eps: float) -> Tensor:
-    """The rates of LARC and LARS."""
-    return coefficient * of_params / (of_grads + of_params * weight_decay + eps)
 
 
 class Layers:
@@ -107,7 +99,7 @@ class Layers:
 
         ``taken``: the steps before, a number for each tensor; overwritten. After a skip directions are decay alone.
         """
-        read, factor = self.lists["grads"], _factor_of_op(factor)
+        read = self.lists["grads"]
         if weight_decay != 0 and not adam_w_mode:
             read = self.new()
             foreach.axpby(self.lists["grads"], weights, read, Unread(), factor, weight_decay)
@@ -128,23 +120,15 @@ class Layers:
         self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
 
 
-def take_step(work: Work, moves: Sequence[Tensor], numbers: Mapping[str, Any]) -> None:
-    """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call. The step counts advance.
-
-    ``numbers``: of the op of SGD: found_inf, lr, seed and others.
-    """
+def take_step(work: Work, moves: Sequence[Tensor], arguments: Mapping[str, Any], **options: Any) -> None:
+    """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call with these ``arguments`` of its
+    optimizer, whose gradients have been unscaled and turned round. The step counts advance. ``options``: of SGD."""
     lists = {"grads": moves, "momentum_buffers": [], **{n: work.lists[n] for n in ("params", "extras", "steps")}}
     given = {"inv_scale": 1.0, "maximize": False, "unscale_grads": False, **_SGD}
-    _work.call("sgd", work._replace(lists=lists), {**given, **numbers})
+    given |= {name: arguments[name] for name in ("found_inf", "lr", "seed")}
+    _work.call("sgd", work._replace(lists=lists), {**given, **options})
     if work.sharded:
         wrote(work.members)
-
-
-def _factor_of_op(factor: Factor) -> Factor:
-    """The ops accept an fp64 factor only on the CPU."""
-    if isinstance(factor, PerDevice) and factor.value.device.type != "cpu":
-        return PerDevice(factor.value.float())
-    return factor
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------
@@ -156,10 +140,8 @@ def any_split(groups: Iterable[Group]) -> bool:
 
 
 class Norms:
-    """Norms of tensors that belong to the parameters of an optimizer, joined over the ranks.
-
-    ``groups``: its groups, the same on every rank. ``call``: for messages of failed collectives.
-    """
+    """Norms of tensors of an optimizer's parameters, joined over the ranks, on which its groups are the same. ``call``:
+    for messages of failed collectives."""
 
     def __init__(self, groups: Sequence[Group], call: str) -> None:
         self._call = call
@@ -238,21 +220,16 @@ class _Shards(Layers):
     """The tensors of one call of an optimizer's step."""
 
     def __init__(self, optimizer: Any, work: Work, scaling: Scaling) -> None:
-        found_inf = (
-            optimizer._zero_flag(work.device) if scaling.found_inf is None else scaling.found_inf.on(work.device)
-        )
-        super().__init__(work.lists, found_inf)
-        self.optimizer, self.work, self.scaling, self.group = optimizer, work, scaling, work.group
-        self.skip = found_inf.reshape(()) != 0
+        # The skip counts are for the op that takes the step.
+        self.arguments, self.skips = optimizer._arguments(work, scaling._replace(skips=None)), scaling.skips
+        super().__init__(work.lists, self.arguments["found_inf"])
+        self.optimizer, self.work, self.group = optimizer, work, work.group
+        self.skip = self.found_inf.reshape(()) != 0
         self.inv_scale = scaling.inv_scale
         if work.is_pending and scaling.pending is not None:
             self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
         if scaling.unscales and not work.is_pending:
-            # Stores the unscaled gradients, unless the step is skipped.
-            inv_scale = self.inv_scale
-            factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
-            grads = self.lists["grads"]
-            foreach.scale(grads, grads, Unread(), PerDevice(torch.where(self.skip, 1.0, factor)))
+            _work.unscale(self.lists["grads"], scaling.found_inf, self.inv_scale)
             self.inv_scale = 1.0
 
     def weights(self) -> Sequence[Tensor]:
@@ -272,15 +249,12 @@ class _Shards(Layers):
     def run(self, op: str, lists: Lists, along: Lists, inv_scale: Any = 1.0, **numbers: Any) -> None:
         work = self.work._replace(kind=_PLAIN, lists={"extras": [], **lists, **along})
         factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
-        given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False, "skips": ()}
+        given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False}
         _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **given, **numbers})
 
-    def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
-        """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
-        work, skips = self.work, self.scaling.skips
-        given = {"found_inf": self.found_inf, "lr": _work.on_device(lr, work.device), "seed": self.group["seed"]}
-        counted = () if skips is None else skips.take(work.device)
-        take_step(work, moves, {**given, "skips": counted, **options})
+    def finish(self, moves: Sequence[Tensor], **options: Any) -> None:
+        skips = () if self.skips is None else self.skips.take(self.work.device)
+        take_step(self.work, moves, self.arguments, skips=skips, **options)
 
 
 def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
@@ -312,7 +286,7 @@ def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
     for call, moves in zip(calls, updates, strict=True):
         if has_ratio(call.group):
             adapt(moves, norms.of(of_w, call), norms.of(of_u, call))
-        call.step(moves, call.group["lr"])
+        call.finish(moves)
 
 
 def novograd(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
@@ -352,7 +326,7 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
         t = taken.to(widest(taken.device))
         rc1, rsc2 = (1 / (1 - beta1**t)).to(call.dtype), (1 / (1 - beta2**t).sqrt()).to(call.dtype)
     denominator = blended * rsc2 + group["eps"]
-    read, factor = lists["grads"], _factor_of_op(call.signed(call.inv_scale))
+    read, factor = lists["grads"], call.signed(call.inv_scale)
     inside = call.optimizer.moment_mode == 0
     if inside:
         read = call.new()
@@ -367,43 +341,22 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
     averaged = {"grads": read, "params": moves, "momentum_buffers": lists["exp_avgs"]}
     call.run("sgd", averaged, along, factor, lr=-1.0, **average)
     multiply(moves, rc1 if inside else rc1 / denominator)
-    call.step(moves, group["lr"], weight_decay=0.0 if inside else decay)
+    call.finish(moves, weight_decay=0.0 if inside else decay)
 
 
-@torch.no_grad()
-def larc(
-    groups: Sequence[Group],
-    decays: Sequence[float],
-    members: Sequence[tuple[list[Tensor], list[Tensor]]],
-    found_inf: PerDevice | None,
-    inv_scale: Factor,
-    trust_coefficient: float,
-    eps: float,
-    clip: bool,
-) -> None:
-    """Rewrites gradients as the op of LARC does. One all_reduce.
-
-    ``members``: for each group its gradients and their parameters.
-    """
+def larc_norms(
+    groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each group the norms of each parameter and of its gradient, where ranks hold parts: one all_reduce. Else [].
+    ``members``: for each group its gradients and their parameters."""
+    if not any_split(groups):
+        return []
     norms = Norms(groups, "LARC.step()")
     of_w, of_g = norms.empty(), norms.empty()
     for grads, params in members:
         norms.add(of_w, params, local(params))
         norms.add(of_g, params, local(grads), inv_scale)
     norms.add_idle(of_w, [p for _, params in members for p in params])
-    of_w, of_g = norms.join(of_w, of_g)
-    for group, decay, (grads, params) in zip(groups, decays, members, strict=True):
-        w_norms, g_norms = (norms.of_params(values, params) for values in (of_w, of_g))
-        rates = trust(w_norms, g_norms, trust_coefficient, decay, eps)
-        if clip:
-            lr = group["lr"]
-            rates = (rates / (move(lr, rates.device) if isinstance(lr, Tensor) else lr)).clamp(max=1.0)
-        is_adapted = (w_norms != 0) & (g_norms != 0)
-        rates = torch.where(is_adapted, rates, 1.0)
-        decays_of = torch.where(is_adapted, -decay if group.get("maximize", False) else decay, 0.0)
-        for g, w, rate, of_decay in zip(local(grads), local(params), rates.unbind(), decays_of.unbind(), strict=True):
-            dtype, inv = compute_dtype(g, w), inv_scale.on(g.device) if isinstance(inv_scale, PerDevice) else inv_scale
-            rate, of_decay = (scalar(value, g, dtype) for value in (rate, of_decay))
-            new = ((g.to(dtype) * inv + of_decay * w.to(dtype)) * rate).to(g.dtype)
-            g.copy_(new if found_inf is None else torch.where(found_inf.on(g.device).reshape(()) != 0, g, new))
-        wrote(grads)
+    joined = norms.join(of_w, of_g)
+    rows = [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
+    return [list(zip(*of_group, strict=True)) for of_group in rows]

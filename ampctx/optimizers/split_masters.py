@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
+from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
@@ -134,14 +136,9 @@ class SplitMasters(torch.optim.Optimizer):
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(self._of_proxies(group))
-        chunks, room = list[list[Tensor]](), 0
-        for p in stepped:
-            if not chunks or 4 * p.numel() > room:
-                chunks, room = [*chunks, []], self.chunk_bytes
-            chunks[-1].append(p)
-            room -= 4 * p.numel()
-        for chunk in chunks:
-            self._step_chunk(chunk)
+        params = list(stepped)
+        for places in stacks(((None, 4 * p.numel()) for p in params), self.chunk_bytes):
+            self._step_chunk([params[i] for i in places])
         return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
@@ -212,13 +209,13 @@ class SplitMasters(torch.optim.Optimizer):
             ValueError: torch's, for a checkpoint of other groups.
             AmpValueError: a remainder of another dtype or shape, by name. Nothing has changed then.
         """
-        inner = self.inner
+        inner, kept = self.inner, dict[Any, Any]()
         assert inner is not None
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
             rests: dict[Tensor, Tensor] = {}
-            for found in matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i)) or ():
+            for found in matched(given, self.param_groups) or ():
                 for p, name, state in found.states:
                     if p.dtype == torch.bfloat16 and _KEY in state:
                         check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
@@ -232,17 +229,15 @@ class SplitMasters(torch.optim.Optimizer):
             self._share_options_and_state(inner)
             for p, rest in rests.items():
                 self.state[p][_KEY] = rest.to(p.device, copy=True)
-            kept = dict(self.state)
-            hooks.append(self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True))
+            kept.update(self.state)
             return {**given, "state": {}}
 
-        # The last hook before torch's own work, so that the user's hooks come first.
-        hooks = [self.register_load_state_dict_pre_hook(before)]
-        try:
+        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
+        with ExitStack() as hooks:
+            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
+            after = self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True)
+            hooks.callback(after.remove)
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")

@@ -131,7 +131,7 @@ def test_op_calls():
 def test_stacks_have_at_most_so_many_elements():
     most = fused_muon.MOST_ELEMENTS
     kinds = [("a", most // 2), ("b", 3), ("a", most // 2), ("a", 1), ("c", 2 * most), ("c", 1), ("b", most), ("a", 5)]
-    assert stacks(kinds) == [[0, 2], [1], [3, 7], [4], [5], [6]]
+    assert stacks(kinds, most) == [[0, 2], [1], [3, 7], [4], [5], [6]]
     assert most * 2 == 64 * 2**20, "bytes of bf16"
 
 

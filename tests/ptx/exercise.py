@@ -305,7 +305,7 @@ class Exercise:
         scale, growth = torch.full((), 8.0, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
         update = inner_ops.ScaleUpdate(scale, growth, torch.ones_like(growth), 2.0, 0.5, 2, 1, 1.0, 16.0)
         ops.multi_tensor_scale(x.tensors, out.tensors, self.flag(), 1.0, update)
-        ops.multi_tensor_unscale_l2norm(x.tensors, self.flag(), 0.5, per_tensor=True, update=update)
+        inner_ops.unscale_l2norm_and_update(x.tensors, self.flag(), 0.5, True, update)
         self.checks.same("two overflows quarter the scale", scale.clone(), torch.full_like(scale, 2.0))
         copy, inverse, clear = inner_ops.block_factors(scale)
         self.checks.same("factors of a block", torch.stack((copy, inverse, clear)), torch.tensor([2, 0.5, 0]).to(scale))
