@@ -408,7 +408,7 @@ FAULTS = [
     ),
     Fault(
         "state that torch makes is a step of the run", "ampctx",
-        "if torch_state.MODULE in sys.modules and", "if False and", f"{ROWS}named_state.py",
+        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state.py",
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",

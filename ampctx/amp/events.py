@@ -1,15 +1,27 @@
-"""What happens in a training loop, as plain facts for observers (``hints``). Built only while somebody listens."""
+"""What happens in a training loop: as plain facts for observers (``hints``), and skipped steps in the log.
+
+Facts are built only while somebody listens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ampctx._collectives import is_distributed
 from ampctx._compiling import outside_of_graphs
+from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.outcome import Culprits
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
+
+logger = logging.getLogger("ampctx")
 
 
 class RunFacts(NamedTuple):
@@ -63,3 +75,62 @@ class Events:
 def tell(listeners: list[Callable[..., None]], *facts: Any) -> None:
     for listener in tuple(listeners):  # one may take itself off
         listener(*facts)
+
+
+def is_rank_zero() -> bool:
+    return not is_distributed() or torch.distributed.get_rank() == 0
+
+
+class SkipLog:
+    """Logs skipped steps and warnings, on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block
+    updates. ``events``: of the session."""
+
+    def __init__(self, deferred: Container[LossScale], events: Events) -> None:
+        self.verbosity = 1
+        self._deferred, self._events = deferred, events
+        self._explained_skips = False
+        self._said: set[str] = set()
+
+    def warn_once(self, message: str) -> None:
+        """Logs a message the first time, until ``forget``."""
+        if message not in self._said:
+            self._said.add(message)
+            if self.verbosity > 0 and is_rank_zero():
+                logger.warning(message)
+
+    def forget(self) -> None:
+        """Forgets the logged warnings, so that a new run logs them again."""
+        self._said.clear()
+
+    def report(
+        self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
+    ) -> None:
+        """Logs skipped steps, and tells observers, at the latest when the host learns of them. See ``StepRecord``."""
+        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
+        if skipped <= 8 or skipped.bit_length() != before.bit_length():
+            self._log(skipped, losses, culprits)
+        for _, scale, value in losses if self._events.skipped else ():
+            if scale.moves:
+                tell(self._events.skipped, value, scale.min_scale, skipped, steps)
+
+    def _log(self, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits) -> None:
+        if self.verbosity <= 0 or not is_rank_zero():
+            return
+        for loss_id, scale, value in losses:
+            course = f"loss scaler {loss_id} reducing loss scale to {value}"
+            if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
+                course = f"the loss scale stays at {value} for now"
+            elif not scale.moves:
+                course = f"the loss scale stays at {value}"
+            logger.warning("Gradient overflow.  Skipping step, %s", course)
+        if culprits and (skipped > 8 or not self._explained_skips):
+            logger.warning("ampctx: non-finite gradients: %s", listed(culprits))
+        if not self._explained_skips:
+            self._explained_skips = True
+            logger.warning(
+                "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
+                "If skips go on, check that each iteration calls optimizer.zero_grad(), and look for inf or nan in the "
+                "model or its input. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
+            )
+        elif skipped > 8:
+            logger.warning("ampctx: %d steps skipped so far", skipped)

@@ -1,4 +1,4 @@
-"""Replaces methods of an optimizer on the instance.
+"""Replaces methods of an optimizer on the instance, and tells who calls them.
 
 A replacement refers to the optimizer weakly. It has ``__func__``, because LR schedulers wrap
 ``optimizer.step.__func__``, before amp or after it.
@@ -7,6 +7,7 @@ A replacement refers to the optimizer weakly. It has ``__func__``, because LR sc
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,3 +101,36 @@ def weak_method(method: Any) -> Callable[..., Any]:
         return None if (owner := reference()) is None else function(owner, *args)
 
     return call
+
+
+# --- callers, of which no hook tells ----------------------------------------------------------------------------------
+
+# Its functions name parameters by the model, which lacks amp's masters. Where an optimizer has no state yet, they make
+# one by a step of zeros with lr=0, which is not a step of the run.
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+CHECKPOINT_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+# torch's function, its context managers, the wrappers of the replaced method and those of LR schedulers.
+_DEPTH = 16
+
+
+def called_by(module: str = CHECKPOINT) -> bool:
+    """Whether a function of that module called the method that asks."""
+    frame = sys._getframe(1) if module in sys.modules else None
+    for _ in range(_DEPTH):
+        if frame is None or frame.f_globals.get("__name__") == module:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def called_by_grad_scaler() -> bool:
+    """Whether an enabled scaler of torch is among the callers. It marks only fused optimizers, by attributes; of others
+    its frame is the one sign. A test guards the names in that frame."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,9 +1,9 @@
 """Errors for calls that would train on wrong numbers: return values taken for something else, a model under amp twice,
-a GradScaler over masters, scaled gradients that a block has left in another optimizer."""
+scaled gradients that a block has left in another optimizer, blocks in several threads, which would mix them up."""
 
 from __future__ import annotations
 
-import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -97,22 +97,6 @@ def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
             )
 
 
-# --- a GradScaler over masters ----------------------------------------------------------------------------------------
-
-
-def grad_scaler_calls() -> bool:
-    """Whether an enabled scaler of torch is among the callers. It marks only fused optimizers, by attributes; of others
-    its frame is the one sign. A test guards the names in that frame."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-                return True
-        frame = frame.f_back
-    return False
-
-
 # --- blocks over the wrong optimizer ----------------------------------------------------------------------------------
 
 # So many gradients show that a block has reached an optimizer. Marking all would cost as much as unscaling them.
@@ -201,3 +185,55 @@ class LeftGrads:
 def _version(grad: Tensor | None) -> int | None:
     """None without a gradient, and for an inference tensor, which counts no versions."""
     return None if grad is None or grad.is_inference() else version_of(grad)
+
+
+# --- a session in several threads -------------------------------------------------------------------------------------
+
+
+class OwnThread:
+    """The threads of one session: the one that casts per op, and the one of the open ``scale_loss`` blocks."""
+
+    def __init__(self) -> None:
+        self._of_casts: threading.Thread | None = None
+        self._of_blocks: list[threading.Thread] = []
+
+    def claim_casts(self) -> None:
+        """Notes that this thread has switched on the casts per op."""
+        self._of_casts = threading.current_thread()
+
+    def check(self, name: str, casts_on: bool) -> None:
+        """Raises AmpError if active casts or an open block belong to another thread that is alive."""
+        here = threading.current_thread()
+        casts = self._of_casts
+        if casts_on and casts is not None and casts is not here and casts.is_alive():
+            raise AmpError(
+                f"amp.{name} was called in thread {here.name!r}, but amp.initialize switched on the casts of O1/O4 in "
+                f"thread {casts.name!r}. torch's autocast belongs to a thread. Call amp.initialize, amp.scale_loss and "
+                "amp.reset in the thread that trains. Forward passes may run in any thread."
+            )
+        blocks = next(iter(self._of_blocks), here)
+        if blocks is not here and blocks.is_alive():
+            raise AmpError(
+                f"amp.{name} was called in thread {here.name!r}, but a scale_loss block of the same session is open in "
+                f"thread {blocks.name!r}. ampctx cannot tell their gradients apart. Leave that block first, or give "
+                "each thread its own AmpSession."
+            )
+
+    def enter_block(self, casts_on: bool) -> None:
+        """Notes that a block begins in this thread. Raises like ``check``; call ``leave_block`` in any case."""
+        # No lock: an interrupt could leave it locked. If two threads come at once, the first one recorded stays.
+        here = threading.current_thread()
+        for thread in list(self._of_blocks):
+            if not thread.is_alive() and thread in self._of_blocks:
+                self._of_blocks.remove(thread)
+        self._of_blocks.append(here)
+        if self._of_blocks[0] is not here or (casts_on and self._of_casts is not here):
+            self.check("scale_loss", casts_on)
+
+    def leave_block(self) -> None:
+        """Notes that the block has ended, or was refused."""
+        # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
+        here = threading.current_thread()
+        last = next((i for i in reversed(range(len(self._of_blocks))) if self._of_blocks[i] is here), None)
+        if last is not None:
+            del self._of_blocks[last]

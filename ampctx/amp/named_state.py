@@ -29,10 +29,11 @@ from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx._saved import entry, typed
 from ampctx._version import __version__
-from ampctx.amp import ranks, torch_state
+from ampctx.amp import ranks
 from ampctx.amp import state as amp_state
+from ampctx.amp.events import is_rank_zero
+from ampctx.amp.methods import CHECKPOINT_SAVER, called_by
 from ampctx.amp.setup import as_list, is_optimizer
-from ampctx.amp.skip_log import is_rank_zero
 from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
@@ -55,15 +56,38 @@ _FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP)
 
 
 @torch.no_grad()
-def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, to_cpu: bool) -> State:
+def get_state_dict(
+    session: Any, model: nn.Module, optimizers: Any, *, full_state_dict: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
+
+    The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and
+    fp32 shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them
+    before the next step. Call it on every rank.
+
+    ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is
+    an fp32 master. "optim" has step and moments by name, for parameters without state those that a first step
+    makes. "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
+
+    Args:
+        model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
+        optimizers: one optimizer or a list.
+        full_state_dict: whole tensors on every rank, in place of DTensors. A collective call.
+        cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
+
+    Raises:
+        AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through
+            ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
+            ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
+    """
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
-    if not (full or to_cpu):
+    if not (full_state_dict or cpu_offload):
         return tree
-    keep = is_rank_zero() or not (full and to_cpu)
+    keep = is_rank_zero() or not (full_state_dict and cpu_offload)
 
     def whole(t: Any) -> Tensor | None:
-        t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
-        return (t.cpu() if to_cpu else t) if keep else None
+        t = t.full_tensor() if full_state_dict and is_sharded(t) else t  # every rank takes part
+        return (t.cpu() if cpu_offload else t) if keep else None
 
     result = map_leaves(tree, whole, False)
     return result if keep else {}
@@ -71,13 +95,39 @@ def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, 
 
 @autocast_off()
 @torch.no_grad()
-def set_state_dict(session: Any, model: nn.Module, optimizers: Any, tree: Any, other_level: bool, group: Any) -> None:
-    check_process_group(group)
+def set_state_dict(
+    session: Any,
+    model: nn.Module,
+    optimizers: Any,
+    state_dict: dict[str, Any],
+    *,
+    allow_level_change: bool = False,
+    process_group: Any = None,
+) -> None:
+    """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
+
+    An invalid one raises, and nothing has changed. Exact between masters of ``initialize``,
+    ``master_weights=True``, "split" and fp32 shards, and from the others into these. Into 16-bit parameters
+    without a master (``write_back``) weights are rounded, with a warning. Pending gradients are dropped. No
+    ``on_step`` hook is called.
+
+    Args:
+        model, optimizers: as in ``get_state_dict``, after ``initialize``.
+        state_dict: the dict, with DTensors or whole tensors.
+        allow_level_change: accept the state of another ``opt_level``. Loss scales load where both are dynamic.
+        process_group: as in ``load_state_dict``.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit, by its key;
+            another level.
+        AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
+    """
+    check_process_group(process_group)
     run = _NamedRun(session, model, optimizers, "amp.set_state_dict")
-    for load in run.loaders(tree, other_level):
+    for load in run.loaders(state_dict, allow_level_change):
         load()
-    if group is not None:
-        ranks.check(ranks.of_scales(session.loss_scales), group, run.call)
+    if process_group is not None:
+        ranks.check(ranks.of_scales(session.loss_scales), process_group, run.call)
 
 
 class Stateful:
@@ -89,10 +139,28 @@ class Stateful:
     def state_dict(self) -> State:
         """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
         tree: State = self._session.get_state_dict(*self._of)
-        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, False)
+        return tree if called_by(CHECKPOINT_SAVER) else map_leaves(tree, Tensor.clone, False)
 
     def load_state_dict(self, state_dict: State) -> None:
         self._session.set_state_dict(*self._of, state_dict, **self._options)
+
+
+def stateful(session: Any, model: nn.Module, optimizers: Any, **options: Any) -> Stateful:
+    """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
+
+    ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
+    load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
+    the default session.
+
+    Args:
+        model, optimizers: as in ``get_state_dict``.
+        options: keyword arguments of ``set_state_dict``.
+
+    Returns:
+        An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
+        ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
+    """
+    return Stateful(session, model, optimizers, options)
 
 
 class _Member(NamedTuple):

@@ -33,8 +33,22 @@ class Fact(NamedTuple):
         return int.from_bytes(hashlib.blake2b(repr(self.value).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def check_ranks(session: Any, group: Any, same_parameters: bool) -> None:
-    """See ``AmpSession.check_ranks``."""
+def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True) -> None:
+    """Checks that all ranks of a group have the same loss scales, levels, parameters and masters. Host sync.
+
+    Call it on every rank, between steps: after loading a checkpoint, or now and then. It is one all_reduce of 144
+    bytes, and reads every parameter once. Without torch.distributed it does nothing.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``. None, the default: the default group.
+        same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
+            where ranks hold different parts of a model. Values of DTensors are never compared.
+
+    Raises:
+        AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
+        AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
+        AmpError: before ``initialize``.
+    """
     check_process_group(group, "group")
     if session.policy is None:
         raise AmpError("amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank.")

@@ -29,13 +29,11 @@ from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, split_weights, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, tell
+from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, is_rank_zero, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.setup import finalizer, is_optimizer
-from ampctx.amp.skip_log import SkipLog, is_rank_zero
 from ampctx.amp.step import OptimizerBinding
-from ampctx.amp.threads import OwnThread
 from ampctx.casts import casting
 from ampctx.casts.arguments import Undo
 from ampctx.casts.autocast import Autocast
@@ -114,7 +112,7 @@ class AmpSession:
         self._casts = CastSwitch()
         self._function_casts = FunctionCasts(self._casts.active_dtype)
         self._undo = ExitStack()
-        self._thread = OwnThread()
+        self._thread = misuse.OwnThread()
 
     @property
     def verbosity(self) -> int:
@@ -736,179 +734,13 @@ class AmpSession:
         hooks[handle.id] = fn
         return handle
 
-    def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
+    # --- of other modules, which show the session as their first argument ---------------------------------------------
 
-        Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor
-        share its copy. Includes masters in the optimizer's state (``FusedAdam(master_weights=True)``) if it went
-        through ``initialize``. A weight without master is exported itself.
-
-        Args:
-            model: a model that went through ``initialize``, a wrapper around it or a part of it.
-            dtype: of the floating entries, buffers included; float32 by default. With float32, float64 entries stay.
-
-        Raises:
-            AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
-        """
-        return export.master_state_dict(model, list(self._bindings.values()), dtype)
-
-    def master_model(self, model: nn.Module) -> nn.Module:
-        """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
-
-        The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it
-        to ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make
-        it again after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next
-        block, step or call of this. No host sync.
-
-        Args:
-            model: a model that went through ``initialize``, or a part of it. The copy has its class.
-
-        Raises:
-            AmpTypeError: ``model`` is no module.
-            AmpError: a master is in the optimizer's own state (its option ``master_weights``).
-        """
-        return export.master_model(model, list(self._bindings.values()))
-
-    # --- ranks -------------------------------------------------------------------------------------------------------
-
-    def check_ranks(self, group: Any = None, *, same_parameters: bool = True) -> None:
-        """Checks that all ranks of a group have the same loss scales, levels, parameters and masters. Host sync.
-
-        Call it on every rank, between steps: after loading a checkpoint, or now and then. It is one all_reduce of 144
-        bytes, and reads every parameter once. Without torch.distributed it does nothing.
-
-        Args:
-            group: a ``torch.distributed.ProcessGroup``. None, the default: the default group.
-            same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
-                where ranks hold different parts of a model. Values of DTensors are never compared.
-
-        Raises:
-            AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
-            AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
-            AmpError: before ``initialize``.
-        """
-        ranks.check_ranks(self, group, same_parameters)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_dict(self, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
-        """Returns the loss scales in apex's format, on request with masters. Host sync.
-
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
-        enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
-        Tensors are shared with the run, as in any ``state_dict()``: save or copy them before the next step.
-
-        Args:
-            destination: a dict to fill and return. None, the default: a new one.
-            masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
-                ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
-                every rank.
-
-        Raises:
-            AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
-        """
-        return state.state_dict(self, destination, masters)
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
-        """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
-
-        A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients.
-        Load model, optimizers and amp in any order. Without masters in the state, they come from
-        ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
-
-        A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
-        takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
-
-        With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean
-        steps. apex's format has no growth factors and intervals; a warning names those that differ.
-
-        Args:
-            state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
-            process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all.
-                Each of them must make this call. Host sync. None, the default: no check, see ``check_ranks``.
-
-        Raises:
-            AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
-            AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
-                for several scales; in a state with masters, an entry that does not fit the run.
-            AmpError: before ``initialize``; a state with masters inside a scale_loss block.
-            AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
-        """
-        state.load_state_dict(self, state_dict, process_group)
-
-    # --- checkpoints by names ----------------------------------------------------------------------------------------
-
-    def get_state_dict(
-        self, model: nn.Module, optimizers: Any, *, full_state_dict: bool = False, cpu_offload: bool = False
-    ) -> dict[str, Any]:
-        """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
-
-        The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and
-        fp32 shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them
-        before the next step. Call it on every rank.
-
-        ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is
-        an fp32 master. "optim" has step and moments by name, for parameters without state those that a first step
-        makes. "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
-
-        Args:
-            model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
-            optimizers: one optimizer or a list.
-            full_state_dict: whole tensors on every rank, in place of DTensors. A collective call.
-            cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
-
-        Raises:
-            AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through
-                ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
-                ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
-        """
-        return named_state.get_state_dict(self, model, optimizers, full_state_dict, cpu_offload)
-
-    def set_state_dict(
-        self,
-        model: nn.Module,
-        optimizers: Any,
-        state_dict: dict[str, Any],
-        *,
-        allow_level_change: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
-
-        An invalid one raises, and nothing has changed. Exact between masters of ``initialize``,
-        ``master_weights=True``, "split" and fp32 shards, and from the others into these. Into 16-bit parameters
-        without a master (``write_back``) weights are rounded, with a warning. Pending gradients are dropped. No
-        ``on_step`` hook is called.
-
-        Args:
-            model, optimizers: as in ``get_state_dict``, after ``initialize``.
-            state_dict: the dict, with DTensors or whole tensors.
-            allow_level_change: accept the state of another ``opt_level``. Loss scales load where both are dynamic.
-            process_group: as in ``load_state_dict``.
-
-        Raises:
-            AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit, by its key;
-                another level.
-            AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
-        """
-        named_state.set_state_dict(self, model, optimizers, state_dict, allow_level_change, process_group)
-
-    def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
-        """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
-
-        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
-        load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
-        the default session.
-
-        Args:
-            model, optimizers: as in ``get_state_dict``.
-            options: keyword arguments of ``set_state_dict``.
-
-        Returns:
-            An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
-            ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
-        """
-        return named_state.Stateful(self, model, optimizers, options)
+    master_state_dict, master_model = export.master_state_dict, export.master_model
+    check_ranks = ranks.check_ranks
+    state_dict, load_state_dict = state.state_dict, state.load_state_dict
+    get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
+    stateful = named_state.stateful
 
     # --- casts -------------------------------------------------------------------------------------------------------
 

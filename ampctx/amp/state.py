@@ -60,7 +60,22 @@ def policy_of(session: Any, call: str) -> Any:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def state_dict(session: Any, destination: State | None, masters: bool) -> State:
+def state_dict(session: Any, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
+    """Returns the loss scales in apex's format, on request with masters. Host sync.
+
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
+    enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
+    Tensors are shared with the run, as in any ``state_dict()``: save or copy them before the next step.
+
+    Args:
+        destination: a dict to fill and return. None, the default: a new one.
+        masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
+            ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
+            every rank.
+
+    Raises:
+        AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
+    """
     result = OrderedDict() if destination is None else destination
     if session.policy is None or not session.policy.enabled:
         return result
@@ -124,12 +139,36 @@ def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, b
 
 
 @autocast_off()
-def load_state_dict(session: Any, state: Any, process_group: Any) -> None:
+def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
+    """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
+
+    A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients.
+    Load model, optimizers and amp in any order. Without masters in the state, they come from
+    ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
+
+    A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
+    takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
+
+    With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean
+    steps. apex's format has no growth factors and intervals; a warning names those that differ.
+
+    Args:
+        state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
+        process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all.
+            Each of them must make this call. Host sync. None, the default: no check, see ``check_ranks``.
+
+    Raises:
+        AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
+        AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
+            for several scales; in a state with masters, an entry that does not fit the run.
+        AmpError: before ``initialize``; a state with masters inside a scale_loss block.
+        AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
+    """
     check_process_group(process_group)
     call = "amp.load_state_dict"
     if not policy_of(session, call).enabled:
         return
-    for load in loaders(session, state, list(session._bindings.values()), call):
+    for load in loaders(session, state_dict, list(session._bindings.values()), call):
         load()
     if process_group is not None:
         ranks.check(ranks.of_scales(session.loss_scales), process_group, call)
