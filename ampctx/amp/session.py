@@ -13,7 +13,6 @@ What it makes true of a training loop::
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
@@ -39,7 +38,7 @@ from ampctx.casts.arguments import Undo
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.fp32_ops import install_fp32_ops, op_names
 from ampctx.casts.functions import FunctionCasts
-from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
+from ampctx.casts.kept_modules import find_kept, install_without_casts
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
@@ -165,38 +164,35 @@ class AmpSession:
 
         Args:
             models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
-                Apply ``fully_shard`` or tensor parallelism before. With ``fully_shard`` all levels but O3 work. At O2
-                and O5 its fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the
-                level. Tensor parallelism alone works at O0, O1 and O4.
+                Apply ``fully_shard`` (any level but O3) or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5
+                fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
                 "O5" are O1 and O2 in bf16. The level sets the options below. An argument that is not None overrides it.
             cast_model_type: dtype of the model's weights and inputs. False casts nothing.
             patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
-            keep_batchnorm_fp32: keep BatchNorm and its running statistics in fp32 when the model is cast. A bool, or
-                "True" or "False".
+            keep_batchnorm_fp32: keep BatchNorm with its statistics in fp32. A bool, or "True" or "False".
             master_weights: step fp32 copies of the 16-bit weights. "split", at O5: the optimizer's state holds the 16
-                bits that each bf16 weight lacks of fp32. 2 bytes a parameter less; fp32 weights as with masters, if
-                nothing changes the bf16 gradients between backward and step. For ``SplitMasters`` and the optimizers of
+                bits that each bf16 weight lacks of fp32, 2 bytes a parameter less. Weights are those of masters, if
+                nothing changes the gradients between backward and step. For ``SplitMasters`` and the optimizers of
                 ampctx that take ``master_weights``, which becomes "split".
             loss_scale: "dynamic" or a number, also as a string.
             cast_model_outputs: floating dtype of the model's outputs.
-            num_losses: the number of loss scales, 1 by default. ``scale_loss(..., loss_id=i)`` picks one.
-            verbosity: 0 is silent. From 1, the default, rank 0 prints the options and logs skipped steps.
+            num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
+            verbosity: 0 is silent. From 1 rank 0 prints the options and logs skipped steps.
             min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
             patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
             max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
-                more raises AmpStallError in ``optimizer.step()``. An optimizer that skips on the device raises a few
-                steps later, because the host does not wait for the device. None, the default: any number.
+                more raises AmpStallError in ``optimizer.step()``; a few steps later if the device skips, for which the
+                host does not wait. None: any number.
             process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
                 together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
-                Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
-                all_reduce of three numbers, and so is this call, which compares levels and loss scales: every rank must
-                take part, with the same ``opt_level`` and ``num_losses``. If one is missing, the others raise
-                AmpRankError after the group's timeout and refuse to step; over NCCL, torch ends the process. None: each
-                rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor mesh always agree,
-                with or without a group.
+                Each end of a ``scale_loss`` block, each step on gradients that no block has checked, and this call,
+                which compares levels and scales, is an all_reduce: every rank must take part, with the same
+                ``opt_level`` and ``num_losses``. If one is missing, the others raise AmpRankError after the group's
+                timeout and refuse to step; over NCCL, torch ends the process. None: each rank decides alone, enough
+                with DistributedDataParallel. Ranks of a DTensor mesh always agree.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
@@ -207,18 +203,17 @@ class AmpSession:
                 16-bit type among the arguments.
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
             skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
-                False, the default, as in apex: such a step writes inf and nan into the weights, with
-                DistributedDataParallel on every rank. A dynamic scale always skips.
+                False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
 
         Raises:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
-                holds DTensors that the level cannot cast; an optimizer that is under amp already, or that keeps no
-                split masters; a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in
-                ``ops_fp32``. Nothing has changed then.
-            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
+                DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
+                a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
+            AmpRankError: levels or loss scales differ between the ranks of ``process_group``.
+            Nothing has changed then.
         """
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
@@ -268,59 +263,41 @@ class AmpSession:
         for scale in scales:
             scale.process_group = process_group
         limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
-        recording = limit, check_count("history", history, 0), num_losses
-        hooks = self._step_hooks, self._skip_hooks
-        steps = functools.partial(StepRecord, *recording, self._log.report, hooks)
-
+        length = check_count("history", history, 0)
         if process_group is not None:
             ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        watchers = self.watchers if verbosity > 0 else []  # which only log
-        self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps, watchers)
-        self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
-        return models if optimizers is None else misuse.Initialized((models, optimizers))
-
-    def _apply(
-        self,
-        policy: PrecisionPolicy,
-        models: list[nn.Module],
-        kept: KeptModules,
-        sharded: Mapping[nn.Module, fully_sharded.Sharded],
-        optimizers: list[Any],
-        scales: list[LossScale],
-        make_steps: Callable[[], StepRecord],
-        watchers: list[Callable[[Events, RunFacts], Undo]],
-    ) -> None:
-        """Makes all changes of ``initialize``, and undoes them all if one fails."""
+        # Makes all changes, and undoes them all if one fails.
         bound: dict[Any, OptimizerBinding] = {}
-        names = ParameterNames(models)
+        names = ParameterNames(model_list)
         originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
             # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
             undo.callback(setup.put_back, originals)
-            undo.callback(misuse.note_models(models, self))
-            originals.update(setup.cast_models(undo, policy, models, kept, sharded))
+            undo.callback(misuse.note_models(model_list, self))
+            originals.update(setup.cast_models(undo, policy, model_list, kept, sharded))
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
-            for optimizer in optimizers:
+            for optimizer in optimizer_list:
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 if policy.master_weights == "split":
                     split_weights.begin(undo, optimizer, originals)
                 masters = MasterParams(optimizer, policy.keeps_masters, originals, taken, names)
-                given = scales, self._casts, make_steps(), names, self._with_masters, self._events
+                steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
+                given = scales, self._casts, steps, names, self._with_masters, self._events
                 bound[optimizer] = OptimizerBinding(optimizer, masters, *given)
                 undo.callback(weak_method(bound[optimizer].release))
-            setup.watch_models(undo, models, [b.masters for b in bound.values()], policy.keeps_masters)
-            run = RunFacts(optimizers, names, [scale.moves for scale in scales], self._log.warn_once)
-            for watch in watchers:
+            setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
+            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.warn_once)
+            for watch in self.watchers if verbosity > 0 else ():  # which only log
                 undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
                 # ops_fp32 makes an op safe that autocast refuses in 16 bits.
                 allow_banned = "binary_cross_entropy" in policy.ops_fp32
-                autocast = Autocast(models, policy.autocast_dtype, allow_banned=allow_banned)
+                autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=allow_banned)
                 for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
                     undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
                 # First, so that the hooks of cast_ops run around these.
@@ -331,6 +308,8 @@ class AmpSession:
             originals.clear()  # from here on, the undo keeps what training has made
             self._undo.enter_context(undo.pop_all())
         self._bindings.update(bound)
+        self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
+        return models if optimizers is None else misuse.Initialized((models, optimizers))
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
@@ -341,10 +320,8 @@ class AmpSession:
         """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
 
         Optimizer state stays; hooks of ``on_step`` and ``on_skip`` are removed. The session can be initialized again.
-        Call it in the thread that called ``initialize``, because torch's autocast belongs to that thread. No host sync.
-
-        Raises:
-            AmpError: called inside a scale_loss block.
+        Call it in the thread of ``initialize``, to which torch's autocast belongs. AmpError inside a scale_loss block.
+        No host sync.
         """
         for binding in self._bindings.values():
             binding.refuse_state("amp.reset()")
@@ -385,8 +362,8 @@ class AmpSession:
         after a skipped step as well: gradients that are still inf or nan skip the next one, too.
 
         An exception in the block restores the gradients from before it, and undoes SAM's ``first_step``. If it comes
-        while the block adds gradients up, ``optimizer.step()`` and the next block raise until
-        ``optimizer.zero_grad()``. Use the blocks of a session in one thread: at O1 and O4 in that of ``initialize``.
+        while the block adds gradients up, steps and blocks raise until ``optimizer.zero_grad()``. Use the blocks of a
+        session in one thread: at O1 and O4 in that of ``initialize``.
 
         Args:
             loss: a tensor of any shape, of a floating dtype. The block yields it as fp32 (fp64 stays), times the scale.
@@ -396,8 +373,7 @@ class AmpSession:
             delay_unscale: set it on all but the last of several backward passes for one step. Gradients stay scaled
                 until the last block, which unscales, checks and updates the scale once. With DistributedDataParallel
                 put the delayed blocks into ``no_sync``.
-            delay_overflow_check: leave the scale update to a later block. A step on non-finite gradients is still
-                skipped.
+            delay_overflow_check: leave the scale update to a later block. Steps on non-finite gradients are skipped.
 
         Raises:
             AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
@@ -406,9 +382,9 @@ class AmpSession:
                 optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
                 another block has left scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. With one over
-        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With
-        DTensors ranks agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
+        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
+        with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors
+        they agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return misuse.LossBlock(self._scaled_loss, args, {})
@@ -583,9 +559,8 @@ class AmpSession:
             flag.decide(call)
 
     def _take_deferred(self, scale: LossScale) -> Tensor | None:
-        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. No host sync.
-
-        The caller must update the scale and decide about the next steps: this flag no longer skips them."""
+        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller must
+        update the scale and decide about the next steps: this flag no longer skips them."""
         found_inf = self._deferred.pop(scale, None)
         if found_inf is not None:
             for binding in self._bindings.values():
@@ -617,8 +592,7 @@ class AmpSession:
         return bindings
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
-        known = isinstance(optimizer, torch.optim.Optimizer) or is_optimizer(optimizer)
-        return self._bindings.get(optimizer) if known else None
+        return self._bindings.get(optimizer) if is_optimizer(optimizer) else None
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -626,8 +600,8 @@ class AmpSession:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
 
         With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
-        after the ``scale_loss`` block. Inside it, gradients are scaled and masters have none. ``optimizer``: any object
-        with ``param_groups``.
+        after the ``scale_loss`` block: inside it, gradients are scaled and masters have none. ``optimizer`` may be any
+        object with ``param_groups``.
 
         Example::
 
@@ -640,18 +614,15 @@ class AmpSession:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
-        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed.
-
-        Host sync if the optimizer skips on the device: those of ``ampctx.optimizers``, and torch's with ``fused=True``.
-        """
+        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on the
+        device: those of ``ampctx.optimizers``, and torch's with ``fused=True``."""
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.steps.skipped_steps()
 
     def outcome(self, optimizer: Any) -> StepOutcome | None:
-        """Returns the outcome of the latest ``optimizer.step()``: whether it ran or was skipped. None before the first.
+        """Returns the outcome of the latest ``optimizer.step()``, None before the first. No host sync.
 
-        With ``enabled=False`` every step counts as stepped. No host sync, but reading an attribute may be one, see
-        ``StepOutcome``.
+        With ``enabled=False`` every step counts as stepped. Reading an attribute may be a host sync.
 
         Example::
 
@@ -669,15 +640,12 @@ class AmpSession:
         """Returns the latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
 
         The history starts with ``initialize``, ends with ``reset``, and is not part of ``state_dict``. It does not
-        include replays of a CUDA graph. One host sync here; steps leave their numbers on the device.
+        include replays of a CUDA graph. One host sync here; steps leave their numbers on the device. Its lists are
+        empty if amp is not initialized or not enabled.
 
         Args:
             optimizer: optional if only one went through ``amp.initialize``.
             last: the largest number of steps to return. None: all that ``initialize(history=...)`` keeps.
-
-        Returns:
-            A ``History``. Its lists ``step``, ``skipped`` and ``grad_norm`` have one element a step; ``scale`` and
-            ``overflowed`` hold such a list for each loss id. Empty lists if amp is not initialized or not enabled.
 
         Raises:
             AmpError: the optimizer did not go through ``amp.initialize``, or several did and none is given.
@@ -709,21 +677,13 @@ class AmpSession:
 
         The call comes before ``optimizer.step()`` returns, in the same thread. If ``fn`` raises, the step is complete.
         Host sync at each step of an optimizer that skips on the device. CUDA graph capture and replay call no hooks,
-        nor does ``enabled=False``.
-
-        Returns:
-            A handle. Its ``remove()``, or ``reset``, removes the hook.
-
-        Raises:
-            AmpTypeError: ``fn`` is not callable.
+        nor does ``enabled=False``. Returns a handle: its ``remove()``, or ``reset``, removes the hook. Raises
+        AmpTypeError if ``fn`` is not callable.
         """
         return self._add_hook(self._step_hooks, fn)
 
     def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """Calls ``fn(optimizer, outcome)`` at the end of every skipped step. Returns and raises as ``on_step``.
-
-        ``outcome.culprits``, the parameters with non-finite gradients, is known in the hook with every optimizer.
-        """
+        """As ``on_step``, at the end of every skipped step. The hook knows ``outcome.culprits`` with every optimizer."""
         return self._add_hook(self._skip_hooks, fn)
 
     @staticmethod
