@@ -57,9 +57,9 @@ class _Shown(nn.Module):
 def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
 
-    Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor
-    share its copy. Includes masters in the optimizer's state (``FusedAdam(master_weights=True)``) if it went
-    through ``initialize``. A weight without master is exported itself.
+    Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor share
+    its copy. Includes masters in the state of an optimizer (``FusedAdam(master_weights=True)``) that went through
+    ``initialize``. A weight without master is exported itself.
 
     Args:
         model: a model that went through ``initialize``, a wrapper around it or a part of it.
@@ -75,9 +75,8 @@ def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = to
     reshard_units(model)
     masters = {**_kept_by_optimizers(session), **_masters_of(session)}
     shown = _Shown(model)
-    # All names of a tied weight: functional_call requires that they agree.
+    # All names of a tied weight, on which functional_call insists. The user's hooks treat masters as weights.
     values = {n: masters[p] for n, p in shown.named_parameters(remove_duplicate=False) if p in masters}
-    # The masters stand in for the weights, so that the user's hooks treat them as weights.
     state = torch.func.functional_call(shown, values, ())
     # Keys that share a tensor share its copy, as in the state dict itself.
     copies: dict[tuple[Any, ...], Tensor] = {}
@@ -100,13 +99,13 @@ def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = to
 def master_model(session: Any, model: nn.Module) -> nn.Module:
     """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
 
-    The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it
-    to ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make
-    it again after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next
-    block, step or call of this. No host sync.
+    The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it to
+    ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make it again
+    after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next block, step or
+    call of this. No host sync.
 
     Args:
-        model: a model that went through ``initialize``, or a part of it. The copy has its class.
+        model: a module that went through ``initialize``, or a part of it. The copy has its class.
 
     Raises:
         AmpTypeError: ``model`` is no module.
@@ -126,14 +125,7 @@ def master_model(session: Any, model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         # Private in torch: a hook is removed by its handle, and a copy has no handles.
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
+        for hooks in (hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "hook", hook), ModelHook):  # torch wraps pre-hooks of load_state_dict
                     del hooks[key]

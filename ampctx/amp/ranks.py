@@ -40,7 +40,7 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
     bytes, and reads every parameter once. Without torch.distributed it does nothing.
 
     Args:
-        group: a ``torch.distributed.ProcessGroup``. None, the default: the default group.
+        group: a ``torch.distributed.ProcessGroup``. None: the default group.
         same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
             where ranks hold different parts of a model. Values of DTensors are never compared.
 
@@ -66,11 +66,10 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
 
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
     """What all ranks that skip together have in common. Host sync."""
-    states = [scale.state_dict() for scale in loss_scales]
-    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in zip(states, loss_scales, strict=True)]
+    states = [(scale.state_dict(), scale) for scale in loss_scales]
+    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in states]
     shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
-    # Nothing depends on the count of a scale that stays.
-    counts = [state for state, scale in zip(states, loss_scales, strict=True) if scale.moves]
+    counts = [state for state, scale in states if scale.moves]  # nothing depends on that of a scale that stays
     return [
         Fact("loss scales", scales, _listed(shown)),
         Fact("counts of clean steps", counts, _listed(count["unskipped"] for count in counts)),
@@ -83,10 +82,7 @@ def of_level(policy: PrecisionPolicy) -> Fact:
 
 
 def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:
-    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model.
-
-    The values of DTensors are left out: each rank has its own part.
-    """
+    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model."""
     for binding in bindings:
         if binding.gradients.is_idle:
             binding.refresh()
@@ -117,7 +113,7 @@ def _checksums(params: Iterable[Tensor]) -> list[int]:
     """A sum of the bits of each parameter, exact in any order. One host sync for each device."""
     sums: dict[torch.device, list[Tensor]] = {}
     for p in params:
-        if p.layout != torch.strided or p.is_meta or is_sharded(p):
+        if p.layout != torch.strided or p.is_meta or is_sharded(p):  # each rank has its own part
             continue
         real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
         bits = real.view(_BITS[real.element_size()])
@@ -126,18 +122,14 @@ def _checksums(params: Iterable[Tensor]) -> list[int]:
 
 
 def check(facts: Sequence[Fact], group: Any, call: str) -> None:
-    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync.
-
-    Raises:
-        AmpRankError: on every rank, by what differs; or another rank has left the call out.
-    """
+    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync. Raises
+    AmpRankError on every rank, by what differs; or where another rank has left the call out."""
     if group.size() == 1:
         return
     digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64)
     has = f"{facts[0].what}: {facts[0].shown}"
     highest, lowest = maximum_over_ranks(torch.stack((digests, -digests)), [group], call, has).tolist()
-    differ = [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
-    if differ:
+    if differ := [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]:
         raise AmpRankError(
             f"{call}: {' and '.join(fact.what for fact in differ)} differ between ranks. This is {ranks_of(group)}, "
             f"and has {'; '.join(f'{fact.what}: {fact.shown}' for fact in differ)}. Initialize every rank alike, and "

@@ -614,8 +614,8 @@ class AmpSession:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
-        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on the
-        device: those of ``ampctx.optimizers``, and torch's with ``fused=True``."""
+        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on
+        the device: those of ``ampctx.optimizers``, and torch's with ``fused=True``."""
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.steps.skipped_steps()
 
@@ -683,7 +683,7 @@ class AmpSession:
         return self._add_hook(self._step_hooks, fn)
 
     def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """As ``on_step``, at the end of every skipped step. The hook knows ``outcome.culprits`` with every optimizer."""
+        """As ``on_step``, at the end of every skipped step, where ``outcome.culprits`` are known with any optimizer."""
         return self._add_hook(self._skip_hooks, fn)
 
     @staticmethod

@@ -8,8 +8,7 @@
           "scales": {loss id: the factor of the loss}, "loss_scales": those of an earlier initialize, with "deferred"}
 
 ``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
-numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. ``session``: an ``AmpSession``, whose
-methods have the public docstrings.
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import formats
 from ampctx.scaling.formats import KEY, RUN_KEYS, read_amp_entries
-from ampctx.scaling.loss_scale import LossScale, check_scale
+from ampctx.scaling.loss_scale import FACTORS, LossScale, check_scale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 from ampctx.weights import waiting
 
@@ -63,15 +62,14 @@ def policy_of(session: Any, call: str) -> Any:
 def state_dict(session: Any, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
     """Returns the loss scales in apex's format, on request with masters. Host sync.
 
-    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
-    enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
-    Tensors are shared with the run, as in any ``state_dict()``: save or copy them before the next step.
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not enabled.
+    After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit. Tensors are shared
+    with the run, as in any ``state_dict()``: save or copy them before the next step.
 
     Args:
-        destination: a dict to fill and return. None, the default: a new one.
-        masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
-            ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
-            every rank.
+        destination: a dict to fill and return. None: a new one.
+        masters: add the fp32 masters, which ``model.state_dict()`` holds, too, and overflows that will skip a later
+            step. apex cannot load these. With DTensors, between a block and its step, call this on every rank.
 
     Raises:
         AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
@@ -87,13 +85,8 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
 
 
 def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
-    """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
-
-    Raises:
-        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``.
-
-    Host sync: reads flags.
-    """
+    """The entries besides those of the loss scales. Resyncs masters from the model, and reads flags: a host sync.
+    AmpError inside a scale_loss block, or between ``first_step`` and ``second_step``."""
     session._decide(call)
     for binding in bindings:
         binding.refuse_state(call, perturbed=True)
@@ -127,7 +120,6 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:
-    """The parameters that the optimizer steps, in order."""
     return [p for group in binding.optimizer.param_groups for p in group["params"]]
 
 
@@ -142,25 +134,24 @@ def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, b
 def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
     """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
-    A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients.
-    Load model, optimizers and amp in any order. Without masters in the state, they come from
-    ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
+    A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients. Load
+    model, optimizers and amp in any order. Without masters in the state, they come from ``model.load_state_dict``; if
+    that loaded only 16-bit values, ampctx warns once.
 
-    A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
-    takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
+    A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale takes
+    the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
 
-    With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean
-    steps. apex's format has no growth factors and intervals; a warning names those that differ.
+    With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean steps.
+    apex's format has no growth factors and intervals; a warning names those that differ.
 
     Args:
         state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
-        process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all.
-            Each of them must make this call. Host sync. None, the default: no check, see ``check_ranks``.
+        process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all. Each
+            of them must make this call. Host sync. None: no check, see ``check_ranks``.
 
     Raises:
-        AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
-        AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
-            for several scales; in a state with masters, an entry that does not fit the run.
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown, out of range or does not fit the
+            run; the state of a GradScaler for several scales.
         AmpError: before ``initialize``; a state with masters inside a scale_loss block.
         AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
     """
@@ -175,13 +166,7 @@ def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: 
 
 
 def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: str) -> list[Loader]:
-    """Checks a state against the run. Returns functions that load it, in order. With masters, loading drops gradients,
-    and sets the model's weights to the rounded masters.
-
-    Raises:
-        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by
-            its key. Nothing has changed then.
-    """
+    """Checks a state against the run. Returns functions that load it, in order."""
     scales: list[LossScale] = session.loss_scales
     if isinstance(state, Mapping) and not formats.is_grad_scaler_state(state):
         check_format(state, "state_dict", [*RUN_KEYS, *(key for key in state if str(key).startswith(KEY))])
@@ -233,8 +218,7 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
             f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
         )
     there, here = formats.read_grad_scaler_state(state), scales[0]
-    names = ("growth_factor", "backoff_factor", "growth_interval")
-    pairs = [(name, there[name], getattr(here, name)) for name in names]
+    pairs = [(name, there[name], getattr(here, name)) for name in (*FACTORS, "growth_interval")]
     left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
     if left_out and here.dynamic:
         logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
