@@ -36,7 +36,7 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
             loss = closure()
         binding.ready()
         if losses := binding.steps.overflowed_at_limit(binding.flags.take):
-            binding.skip(losses)  # raises AmpStallError: one skip too many in a row
+            binding.decided(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
         binding.masters.ahead = True
         return loss
@@ -48,7 +48,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
     """For an optimizer that may evaluate the closure several times, and move in between."""
     binding.ready(before_closure=True)  # the step uses gradients from before the closure, as SAM does
     if losses := overflowed(binding.flags.take()):
-        return binding.skip(losses)
+        return binding.decided(losses)
     found: Overflowed = []
     evaluated = False
 
@@ -76,8 +76,8 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         binding.masters.copy_to_model()
         if not isinstance(error, _OverflowInClosure):
             raise
-        return binding.skip(found)
-    binding.let_through()
+        return binding.decided(found)
+    binding.decided()
     return result
 
 
@@ -97,7 +97,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
         losses = _ready(binding)
         binding.first_step_skipped = bool(losses)
         if losses:
-            binding.skip(losses)
+            binding.decided(losses)
             _zero_if_asked(binding, args, kwargs)
             return None
         binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
@@ -123,14 +123,13 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
             binding.gradients.drop_master_grads()  # first_step has counted the skip
         elif losses:
             binding.undo_first_step()
-            binding.skip(losses)
+            binding.decided(losses)
         else:
-            params = (p for group in binding.optimizer.param_groups for p in group["params"])
-            if any(map(has_grad, params)):
+            if any(map(has_grad, binding.params())):
                 binding.restore_unperturbed = None
             result = binding.run(original, *args, **kwargs)
             binding.undo_first_step()  # usual SAMs restore only weights that have a gradient
-            binding.let_through()
+            binding.decided()
             return result
     except BaseException:
         binding.flags.give_back()

@@ -18,8 +18,7 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits
 
 logger = logging.getLogger("ampctx")
 
@@ -105,7 +104,8 @@ class SkipLog:
     def report(
         self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
     ) -> None:
-        """Logs skipped steps, and tells observers, at the latest when the host learns of them. See ``StepRecord``."""
+        """Logs skipped steps, and tells observers, when the host learns of them. ``before``, ``skipped``: the number of
+        skips at the last report and now. ``losses``: those that overflowed, with the scale's value then."""
         # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
         if skipped <= 8 or skipped.bit_length() != before.bit_length():
             self._log(skipped, losses, culprits)

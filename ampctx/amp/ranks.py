@@ -88,7 +88,7 @@ def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -
             binding.refresh()
     names = [name for binding in bindings for name in binding.names()]
     params = [p for binding in bindings for p in binding.model_params()]
-    stepped = [p for binding in bindings for group in binding.optimizer.param_groups for p in group["params"]]
+    stepped = [p for binding in bindings for p in binding.params()]
     options = {field.name: getattr(policy, field.name) for field in fields(policy)}
     options["ops_fp32"] = sorted(policy.ops_fp32)  # may come from a set, whose order differs between processes
     types = [type(binding.optimizer).__name__ for binding in bindings]

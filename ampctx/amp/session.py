@@ -45,8 +45,7 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
-from ampctx.scaling.outcome import DEFAULT_LENGTH, History, StepHistory, StepOutcome
-from ampctx.scaling.step_record import StepRecord
+from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
 from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
 

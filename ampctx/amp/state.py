@@ -95,7 +95,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     for binding in bindings:
         binding.follow_groups()
         (masters := binding.masters).resync()
-        params = _params(binding)
+        params = binding.params()
         # Gradients that the next step uses, as it seems.
         are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
         are_lost |= any(stored_grad(m) is not None for m in masters.masters)
@@ -117,10 +117,6 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
         logger.warning("%s: gradients that no step has used are not in the state. Save after optimizer.step().", call)
     level = session.policy.opt_level
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
-
-
-def _params(binding: OptimizerBinding) -> list[Tensor]:
-    return [p for group in binding.optimizer.param_groups for p in group["params"]]
 
 
 def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, bool]:
@@ -282,7 +278,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
     # No resync from the model: loading sets the masters, and they must not change if a check fails.
     binding.follow_groups()
-    params, scales = _params(binding), binding.loss_scales
+    params, scales = binding.params(), binding.loss_scales
     if (n := entry(state, "params", int, where)) != len(params):
         raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
     # Masters are saved by index, and shapes alone do not show a changed order.

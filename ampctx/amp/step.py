@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,8 +32,16 @@ from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Flags, Known, Overflowed, StepRecord, overflowed
+from ampctx.scaling.step_record import (
+    OUTSIDE_OF_BLOCKS,
+    Culprit,
+    Culprits,
+    Flags,
+    Known,
+    StepRecord,
+    culprits_among,
+    overflowed,
+)
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
@@ -103,7 +111,6 @@ class FoundInfFlags:
         self._undecided = Waiting(session, scale, found_inf, groups, conclude)
 
     def decide(self, call: str) -> None:
-        """Lets ranks agree on a flag that waits, see ``Waiting.decide``."""
         if self._undecided is not None:
             self._undecided.decide(call)
 
@@ -118,15 +125,8 @@ class FoundInfFlags:
             self.drop_undecided()
         self.clear()
 
-    def replace(self, by_loss: Flags, scales_used: dict[int, Factor]) -> None:
-        """Replaces the flags by those of a checkpoint."""
-        self.clear()
-        self.drop_undecided()
-        self.by_loss, self.scales_used = by_loss, scales_used
-
     def clear(self) -> None:
-        self._taken = None
-        self.by_loss, self._final, self.of_failed_step = {}, {}, False
+        self.by_loss, self._final, self._taken, self.of_failed_step = {}, {}, None, False
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
@@ -136,22 +136,16 @@ class FoundInfFlags:
         return taken[0]
 
     def forget_taken(self) -> None:
-        """Forgets the taken flags: the step has used or dropped their gradients."""
+        """The step has used or dropped their gradients."""
         self._taken = None
 
     def give_back(self) -> None:
         """Restores the taken flags after a step that raised: its gradients are still there."""
         if self._taken is not None:
-            self.by_loss, self._final = (
-                {**flags, **now} for flags, now in zip(self._taken, (self.by_loss, self._final), strict=True)
-            )
-            self._taken = None
+            taken, final = self._taken
+            self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
         # Also for flags of a block before the step: zeroing the gradients clears them.
         self.of_failed_step = True
-
-    def take_scales(self) -> dict[int, Factor]:
-        scales, self.scales_used = self.scales_used, {}
-        return scales
 
 
 class OptimizerBinding:
@@ -160,7 +154,6 @@ class OptimizerBinding:
     Attributes:
         masters, gradients: its parameters and their gradients.
         loss_scales: those of its ``initialize``.
-        flags: ``found_inf`` of each loss since the last step.
         steps: decides about skips and records the steps.
         inside: the optimizer's own code runs, so its calls of replaced methods pass through. released: after ``reset``.
         restore_unperturbed: between SAM's two steps, restores the unperturbed weights. first_step_skipped: SAM's first
@@ -189,22 +182,15 @@ class OptimizerBinding:
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of, self._taken = names, taken
-        methods: dict[str, Callable] = {
-            "step": self._step,
-            "zero_grad": self._zero_grad,
-            "add_param_group": self._add_param_group,
-            "__reduce_ex__": self._reduce_ex,
-        }
+        methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
+        methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
             methods["state_dict"] = self._state_dict
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
-        # Methods that the optimizer instance had. None for those of its class, even if an LR scheduler has wrapped
-        # them.
-        self._formers = {
-            name: None if hasattr(type(optimizer), name) else vars(optimizer).get(name) for name in methods
-        }
+        # Methods that the instance had. None for those of its class, even if an LR scheduler has wrapped them.
+        self._formers = {n: None if hasattr(type(optimizer), n) else vars(optimizer).get(n) for n in methods}
         self._replaced = ExitStack()
         try:
             for name, method in methods.items():
@@ -272,10 +258,9 @@ class OptimizerBinding:
         self.gradients.enter(scale, inv_scale)
 
     def abandon(self, depth: int, ending: bool) -> None:
-        """Ends a block that raised, see ``Frames.abandon``. Also undoes SAM's ``first_step``: the step that it began
-        cannot be completed."""
+        """Ends a block that raised, see ``Frames.abandon``."""
         self.gradients.abandon(depth, ending)
-        self.undo_first_step()
+        self.undo_first_step()  # the step that it began cannot be completed
 
     def undo_first_step(self) -> None:
         if self.restore_unperturbed is not None:
@@ -324,7 +309,6 @@ class OptimizerBinding:
             raise
 
     def follow_groups(self) -> None:
-        """Follows the program's changes of the optimizer's groups. No host sync."""
         optimizer = self._optimizer()
         if not self.masters.is_current(optimizer):
             # Gradients from before may be scaled.
@@ -335,8 +319,7 @@ class OptimizerBinding:
                 tell(self.events.dropped, optimizer, names)
 
     def _device(self) -> torch.device:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        return next((p.device for p in params), torch.device("cpu"))
+        return next((p.device for p in self.params()), torch.device("cpu"))
 
     def is_unchecked(self) -> bool:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
@@ -344,12 +327,8 @@ class OptimizerBinding:
 
     @without_grad
     def ready(self, before_closure: bool = False) -> None:
-        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
-        no block has checked.
-
-        Then they have agreed on the flags of blocks. A step without such flags always takes part, with or without
-        gradients, because ranks may differ in that.
-        """
+        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on the flags of
+        blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that."""
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True, before_step=True)
@@ -363,11 +342,8 @@ class OptimizerBinding:
                 foreach.l2norm(grads, found_inf)
                 self.flags.add(OUTSIDE_OF_BLOCKS, scale, found_inf.joined(grads[0].device))
         groups = self.masters.groups
-        if (
-            (groups or scale.process_group is not None)
-            and scale.groups_with(groups)
-            and (not flags or OUTSIDE_OF_BLOCKS in flags)
-        ):
+        agrees = scale.dynamic and (groups or scale.process_group is not None)
+        if agrees and (not flags or OUTSIDE_OF_BLOCKS in flags):
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
@@ -375,18 +351,13 @@ class OptimizerBinding:
             tell(self.events.stepping, self._facts())
 
     def _facts(self) -> StepFacts:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in params)
+        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
         stepped = {id(p) for p in self.model_params()}.union(self._taken())
         return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
 
     def check_misuse(self, has_closure: bool = False) -> None:
-        """Checks at the start of a step that the program calls. ``has_closure``: a closure may zero gradients first.
-
-        Raises:
-            AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block
-                are left.
-        """
+        """Raises AmpError if an enabled GradScaler steps an optimizer with masters, or another block has left scaled
+        gradients. ``has_closure``: it may zero gradients first."""
         if self.left_grads.marks and not has_closure:
             self.follow_groups()
             self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
@@ -418,12 +389,12 @@ class OptimizerBinding:
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_at_limit(self.flags.take):
-                    return self.skip(losses)
+                    return self.decided(losses)
                 return self.step_on_device(original, None, args, kwargs)
             if losses := overflowed(self.flags.take()):
-                return self.skip(losses)
+                return self.decided(losses)
             result = self.run(original, *((None, *args) if args else ()), **kwargs)
-            self.let_through()
+            self.decided()
             return result
         except BaseException:
             self.flags.give_back()
@@ -452,7 +423,6 @@ class OptimizerBinding:
         return result
 
     def device_decides(self, before_backward: bool = False) -> bool:
-        """Whether the optimizer skips by itself. ``before_backward``: see ``skips_by_itself``."""
         optimizer = self._optimizer()
         return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
 
@@ -514,21 +484,13 @@ class OptimizerBinding:
         own.pop("found_inf", None)
         own.update(former)
 
-    def skip(self, losses: Overflowed) -> None:
-        """Skips a step, and records it."""
-        culprits, known = self._culprits(), self._known(self.gradients.pending)
+    def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
+        """Records what the host decided: a step that ran, or one that ``losses`` skip."""
+        culprits, known = self._culprits() if losses else (), self._known(self.gradients.pending if losses else None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.flags.forget_taken()
-        self.steps.skipped(self.optimizer, losses, known, culprits)
-
-    def let_through(self) -> None:
-        """Records a step that the host decided on and that ran."""
-        known = self._known(None)
-        self.gradients.drop_master_grads()
-        self.gradients.stepped = True
-        self.flags.forget_taken()
-        self.steps.stepped(self.optimizer, known)
+        self.steps.decided(self.optimizer, losses, known, culprits)
 
     def _known(self, pending: Pending | None) -> Known:
         """Scales, and the norm before clipping if a clip computed it. No host sync."""
@@ -539,10 +501,10 @@ class OptimizerBinding:
             norm = pending.clipped_from
         else:
             norm = None if any(p.grad is not None for p in without_master) else pending.norm()
-        return Known(self.flags.take_scales(), norm)
+        scales, self.flags.scales_used = self.flags.scales_used, {}
+        return Known(scales, norm)
 
     def _culprits(self) -> Culprits:
-        """The parameters with non-finite gradients now."""
         pending = self.gradients.pending
         grads = {} if pending is None else pending.grads
         of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
@@ -568,13 +530,15 @@ class OptimizerBinding:
 
     # --- names and factors --------------------------------------------------------------------------------------------
 
+    def params(self) -> list[Tensor]:
+        """The parameters that the optimizer steps, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def model_params(self) -> list[Tensor]:
-        """The parameters that the optimizer steps, in order, with model parameters in the places of their masters."""
-        model_of = self.masters.model_of
-        return [model_of.get(p, p) for group in self.optimizer.param_groups for p in group["params"]]
+        """``params`` with model parameters in the places of their masters."""
+        return [self.masters.model_of.get(p, p) for p in self.params()]
 
     def names(self) -> list[str]:
-        """The names of the parameters that the optimizer steps, in order."""
         names = self.names_by_id()
         return [names[id(p)] for p in self.model_params()]
 
@@ -585,11 +549,9 @@ class OptimizerBinding:
         """The factors of the innermost block for its loss and for its gradients. None if gradients are not scaled."""
         if all(scale.is_identity for scale in self.loss_scales):
             return None
-        scale, inv_scale = (f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)
-        return scale, inv_scale
+        return tuple(f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)  # type: ignore
 
     def refuse_grad_scaler(self) -> None:
-        """Raises if there are masters: a scaler would neither unscale nor check their gradients."""
         self._by_scaler = True
         if self.masters.pairs:
             raise AmpError(
@@ -646,7 +608,9 @@ class OptimizerBinding:
         """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
         self.steps.epoch += 1
         self.gradients.drop_all()
-        self.flags.replace(flags, scales_used)
+        self.flags.clear()
+        self.flags.drop_undecided()
+        self.flags.by_loss, self.flags.scales_used = flags, scales_used
         self.restore_unperturbed, self.first_step_skipped = None, False
 
     def release(self) -> None:

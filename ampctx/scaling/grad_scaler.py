@@ -29,8 +29,18 @@ from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
 from ampctx.scaling import formats
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.outcome import DEFAULT_LENGTH, Culprits, History, StepHistory, StepOutcome, culprits_among
-from ampctx.scaling.step_record import Flags, Known, StepRecord, overflowed
+from ampctx.scaling.step_record import (
+    DEFAULT_LENGTH,
+    Culprits,
+    Flags,
+    History,
+    Known,
+    StepHistory,
+    StepOutcome,
+    StepRecord,
+    culprits_among,
+    overflowed,
+)
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 
 logger = logging.getLogger("ampctx")
@@ -338,10 +348,8 @@ class GradScaler(torch.amp.GradScaler):
                 )
             state["stage"] = OptState.STEPPED
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
-            if losses:
-                steps.skipped(optimizer, losses, known, _culprits(optimizer))
-            elif losses is not None:
-                steps.stepped(optimizer, known)
+            if losses is not None:
+                steps.decided(optimizer, losses, known, _culprits(optimizer) if losses else ())
             else:
                 stepped = weakref.ref(optimizer)
 
