@@ -10,7 +10,7 @@ from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.step_record import Culprit, History, StepOutcome
 
-AmpSession.watchers.append(hints.watch)
+AmpSession.watchers.append(lambda *facts: hints.Hints(*facts).leave)
 _default_session = AmpSession()
 
 initialize = _default_session.initialize

@@ -20,10 +20,8 @@ class _OverflowInClosure(Exception):
 
 
 def step(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
-    """``optimizer.step(closure)``. The device or the host decides about the skip."""
-    if binding.device_decides(before_backward=True):
-        return _step_on_device(binding, original, closure, args, kwargs)
-    return _step_on_host(binding, original, closure, args, kwargs)
+    by_device = binding.device_decides(before_backward=True)
+    return (_step_on_device if by_device else _step_on_host)(binding, original, closure, args, kwargs)
 
 
 def _step_on_device(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
@@ -82,8 +80,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
 
 
 def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's step to perturbed weights, called by the program. Also writes the model's weights. Skipped after an
-    overflow."""
+    """SAM's step to perturbed weights, also of the model. Skipped after an overflow."""
     if binding.inside or binding.released:
         return original(*args, **kwargs)
     binding.refuse("optimizer.first_step()")
@@ -148,6 +145,5 @@ def _ready(binding: Any, decide: bool = True) -> Overflowed:
 
 
 def _zero_if_asked(binding: Any, args: tuple, kwargs: dict) -> None:
-    """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

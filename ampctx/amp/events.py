@@ -81,25 +81,18 @@ def is_rank_zero() -> bool:
 
 
 class SkipLog:
-    """Logs skipped steps and warnings, on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block
-    updates. ``events``: of the session."""
+    """Logs skipped steps and warnings, on rank 0. ``deferred``: scales that a later block updates."""
 
     def __init__(self, deferred: Container[LossScale], events: Events) -> None:
-        self.verbosity = 1
-        self._deferred, self._events = deferred, events
-        self._explained_skips = False
-        self._said: set[str] = set()
+        self.verbosity, self._deferred, self._events = 1, deferred, events
+        self._explained_skips, self.said = False, set[str]()
 
     def warn_once(self, message: str) -> None:
-        """Logs a message the first time, until ``forget``."""
-        if message not in self._said:
-            self._said.add(message)
+        """Logs a message the first time in a run."""
+        if message not in self.said:
+            self.said.add(message)
             if self.verbosity > 0 and is_rank_zero():
                 logger.warning(message)
-
-    def forget(self) -> None:
-        """Forgets the logged warnings, so that a new run logs them again."""
-        self._said.clear()
 
     def report(
         self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int

@@ -11,20 +11,15 @@ from torch import Tensor
 
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
-from ampctx.casts.arguments import Undo
 
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
 ENOUGH_STEPS = 100
 
 
-def watch(events: Events, run: RunFacts) -> Undo:
-    """Starts the hints for the optimizers of one ``initialize``. Returns the undo."""
-    return Hints(events, run).leave
-
-
 class Hints:
-    """Listens to all events of its optimizers: to blocks and steps until each has made its first steps."""
+    """Listens to all events of the optimizers of one ``initialize``: to blocks and steps until each has made its first
+    steps. ``leave`` is the undo."""
 
     def __init__(self, events: Events, run: RunFacts) -> None:
         self.names, self.moves, self.warn = run.names, run.moves, run.warn
@@ -40,7 +35,6 @@ class Hints:
             heard.append(listener)
 
     def leave(self, *names: str) -> None:
-        """Stops to listen to these events, or to all."""
         for name, heard, listener in self.heard:
             if listener in heard and (name in names or not names):
                 heard.remove(listener)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,10 +21,8 @@ from ampctx._errors import AmpError
 
 
 def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
-    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns the undo.
-
-    Nothing here refers to the optimizer strongly: its own method would keep it alive.
-    """
+    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns the undo. Nothing here refers to the
+    optimizer strongly: its own method would keep it alive."""
     former = vars(optimizer).get(name)
     of_class: Any = getattr(type(optimizer), name, None)
     # The class of a wrapper may lack the method: __getattr__ gives that of the optimizer inside.
@@ -75,9 +75,8 @@ class StepOfCopy:
 
 
 def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple:
-    """The ``__reduce_ex__`` value of an optimizer without the replaced methods, which belong to the original.
-
-    ``of_masters``: the optimizer if it has masters, else None. The ``step`` of its copy raises."""
+    """The ``__reduce_ex__`` value of an optimizer without the replaced methods. ``of_masters``: the optimizer if it has
+    masters, else None. The ``step`` of its copy raises."""
     function, arguments, state, *rest = reduced
     if isinstance(state, dict):
         kept = {name: former for name, former in formers.items() if name in state and former is not None}
@@ -85,11 +84,6 @@ def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple
         if of_masters is not None:
             state["step"] = StepOfCopy(type(of_masters).__name__)
     return function, arguments, state, *rest
-
-
-def is_bound(optimizer: Any) -> bool:
-    """Whether the optimizer is under amp in any session."""
-    return "__reduce_ex__" in vars(optimizer)
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
@@ -109,28 +103,24 @@ def weak_method(method: Any) -> Callable[..., Any]:
 # one by a step of zeros with lr=0, which is not a step of the run.
 CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 CHECKPOINT_SAVER = "torch.distributed.checkpoint.state_dict_saver"
-# torch's function, its context managers, the wrappers of the replaced method and those of LR schedulers.
-_DEPTH = 16
+# torch's function, its context managers, the wrappers of the replaced method, those of LR schedulers and our own.
+_DEPTH = 18
 
 
 def called_by(module: str = CHECKPOINT) -> bool:
     """Whether a function of that module called the method that asks."""
-    frame = sys._getframe(1) if module in sys.modules else None
-    for _ in range(_DEPTH):
-        if frame is None or frame.f_globals.get("__name__") == module:
-            return frame is not None
-        frame = frame.f_back
-    return False
+    return module in sys.modules and any(f.f_globals.get("__name__") == module for f in islice(_callers(), _DEPTH))
 
 
 def called_by_grad_scaler() -> bool:
     """Whether an enabled scaler of torch is among the callers. It marks only fused optimizers, by attributes; of others
     its frame is the one sign. A test guards the names in that frame."""
-    frame = sys._getframe(1)
+    found = (f.f_locals.get("self") for f in _callers() if f.f_globals.get("__name__") == "torch.amp.grad_scaler")
+    return any(isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() for scaler in found)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-                return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+        yield frame
+        frame = frame.f_back

@@ -106,8 +106,8 @@ MARKS = 16
 class LeftGrads:
     """The scaled gradients that blocks over other optimizers have left in one optimizer's parameters without masters.
 
-    Gradients are known by identity and version, and held weakly. Reading one is a host sync: only on the way to an
-    error, or where a loop zeroes gradients through ``.data``, which versions do not count.
+    Known by identity and version, and held weakly. Reading one is a host sync: only on the way to an error, or where a
+    loop zeroes gradients through ``.data``, which versions do not count.
     """
 
     def __init__(self) -> None:
@@ -121,10 +121,8 @@ class LeftGrads:
         self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
-        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written.
-
-        With masters it drops them, as of 16-bit weights. It takes the ids of parameters that the block unscales.
-        """
+        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written, but
+        those of the given ids, which it unscales. With masters it drops them, as of 16-bit weights."""
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
 
@@ -145,7 +143,6 @@ class LeftGrads:
         return note
 
     def block_begins(self, params: list[Tensor], is_first: bool) -> None:
-        """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
             self.joined = self._untouched(params) if self.marks else []
@@ -156,7 +153,6 @@ class LeftGrads:
         self._refuse(found, optimizer, names, "and this block would add its own to them")
 
     def step_begins(self, params: list[Tensor], optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
-        """Raises AmpError if the step would use scaled gradients."""
         self._refuse(self._untouched(params), optimizer, names, "and this step would use them as unscaled ones")
 
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -198,7 +194,6 @@ class OwnThread:
         self._of_blocks: list[threading.Thread] = []
 
     def claim_casts(self) -> None:
-        """Notes that this thread has switched on the casts per op."""
         self._of_casts = threading.current_thread()
 
     def check(self, name: str, casts_on: bool) -> None:
@@ -233,7 +228,6 @@ class OwnThread:
     def leave_block(self) -> None:
         """Notes that the block has ended, or was refused."""
         # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
-        here = threading.current_thread()
-        last = next((i for i in reversed(range(len(self._of_blocks))) if self._of_blocks[i] is here), None)
-        if last is not None:
-            del self._of_blocks[last]
+        here, blocks = threading.current_thread(), self._of_blocks
+        for i in [i for i, thread in enumerate(blocks) if thread is here][-1:]:
+            del blocks[i]

@@ -88,7 +88,7 @@ class AmpSession:
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
-    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints.watch``.
+    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
     watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class AmpSession:
                 stack.callback(forget.clear)
             for flag in waiting.of(self):
                 stack.callback(flag.drop)
-            stack.callback(self._log.forget)
+            stack.callback(self._log.said.clear)  # a new run logs them again
             stack.callback(setattr, self, "loss_scales", [])
             stack.callback(setattr, self, "policy", None)
             stack.callback(self._undo.close)

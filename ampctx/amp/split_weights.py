@@ -62,8 +62,7 @@ def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -
 
 @torch.no_grad()
 def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
-    """Splits the weights before the cast into the bf16 weights and the state of the optimizer. Host sync only with
-    ``offload``."""
+    """Splits the weights before the cast into bf16 weights and state of the optimizer. Host sync with ``offload``."""
     fused = isinstance(optimizer, FusedOptimizer)
     undo.callback(_end, weakref.ref(optimizer), optimizer.master_weights if fused else None)
     if fused:

@@ -30,7 +30,6 @@ def plain(value: Any) -> Any:
 
 
 def required(state: Mapping[str, Any], key: str) -> Any:
-    """``state[key]``. Raises AmpKeyError with the name of a missing key."""
     return saved.entry(state, key, object, "the loss scale's state")
 
 
@@ -45,14 +44,8 @@ def is_grad_scaler_state(state: Any) -> bool:
 
 
 def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
-    """Checks a state in apex's format. Returns its entries by number: "loss_scale", "unskipped", "hysteresis" if given.
-
-    Ignores ``RUN_KEYS``.
-
-    Raises:
-        AmpKeyError: a key that is not ``loss_scaler<number>``, or an entry without "loss_scale" or "unskipped".
-        AmpTypeError, AmpValueError: the state or an entry is no dict, or a value is out of range.
-    """
+    """Checks a state in apex's format, but for its ``RUN_KEYS``. Returns its entries by number: "loss_scale",
+    "unskipped", "hysteresis" if given. AmpKeyError, AmpTypeError and AmpValueError name what does not fit."""
     saved.typed(state, Mapping, "state_dict")
     matches = {k: re.fullmatch(KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state if k not in RUN_KEYS}
     if unexpected := [k for k, match in matches.items() if match is None]:
@@ -62,8 +55,7 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
     for key, match in matches.items():
         assert match is not None
         try:
-            entry = state[key]
-            saved.typed(entry, Mapping, "the loss scale's state")
+            saved.typed(entry := state[key], Mapping, "the loss scale's state")
             counts = ("unskipped", "hysteresis") if "hysteresis" in entry else ("unskipped",)
             scale = check_scale("loss_scale", plain(required(entry, "loss_scale")))
             numbers = {name: check_count(name, plain(required(entry, name)), 0) for name in counts}
@@ -74,12 +66,8 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
 
 
 def read_grad_scaler_state(state: Any) -> dict[str, Any]:
-    """Checks a GradScaler's state. Returns its five entries as plain numbers, under torch's names.
-
-    Raises:
-        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
-        AmpTypeError, AmpValueError: no dict, an invalid entry, by name, or a later format.
-    """
+    """Checks a GradScaler's state. Returns its five entries as plain numbers, under torch's names. AmpError for an
+    empty dict; AmpKeyError, AmpTypeError and AmpValueError name what does not fit."""
     saved.typed(state, Mapping, "state_dict")
     if len(state) == 0:
         raise AmpError(
@@ -92,21 +80,14 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
             "Load it with the version that saved it, or with a later one."
         )
     numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
-    return {
-        "scale": check_scale("scale", numbers["scale"]),
-        **{name: check_factor(name, numbers[name]) for name in FACTORS},
-        "growth_interval": check_count("growth_interval", numbers["growth_interval"], 1),
-        "_growth_tracker": check_count("_growth_tracker", numbers["_growth_tracker"], 0),
-    }
+    factors = {name: check_factor(name, numbers[name]) for name in FACTORS}
+    counts = {name: check_count(name, numbers[name], n) for name, n in (("growth_interval", 1), ("_growth_tracker", 0))}
+    return {"scale": check_scale("scale", numbers["scale"]), **factors, **counts}
 
 
 def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
-    """The only entry of a state in apex's format, or entry ``loss_id``.
-
-    Raises:
-        AmpKeyError: there is no such entry. AmpTypeError: ``loss_id`` is no int. AmpValueError: several entries and no
-            ``loss_id``. Also the errors of ``read_amp_entries``.
-    """
+    """The only entry of a state in apex's format, or entry ``loss_id``. Errors as ``read_amp_entries``; AmpValueError
+    for several entries and no ``loss_id``."""
     entries = read_amp_entries(state)
     names = ", ".join(f"{KEY}{i}" for i in entries) or "none"
     if loss_id is None:

@@ -62,13 +62,11 @@ def _params(optimizer: Any) -> list[Any]:
 
 
 def _with_gradient(optimizer: Any) -> list[tuple[str, Any]]:
-    """The parameters that have a gradient, with their places."""
     places = ((g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]))
     return [(f"param_groups[{g}]['params'][{i}]", p) for g, i, p in places if p.grad is not None]
 
 
 def _versions(optimizer: Any) -> list[tuple[Any, int]]:
-    """The gradients and their versions, to compare."""
     return [(WeakIdRef(p.grad), p.grad._version) for _, p in _with_gradient(optimizer)]
 
 
@@ -103,11 +101,11 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, with its defaults. A
             disabled scaler passes everything through. On "cuda" without CUDA it warns, and is disabled.
-        min_scale, max_scale: bounds of the scale, 0 and inf by default.
-        hysteresis: overflows in a row before the scale falls, 1 by default.
+        min_scale, max_scale: bounds of the scale.
+        hysteresis: overflows in a row before the scale falls.
         max_consecutive_skips: how many steps of an optimizer in a row may be skipped, at least 1. After one more
-            ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
-            does not wait for it. None, the default: any number.
+            ``step`` raises AmpStallError; a few steps later if the device skips, for which the host does not wait.
+            None: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
             if ranks hold different gradients. Each step of an optimizer is then an all_reduce of six numbers, in which
             every rank must take part: else AmpRankError, also if the scales differ. Over NCCL the first and every
@@ -147,8 +145,7 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale: Any = None  # a LossScale, if enabled
         self._recording: tuple[int | None, int] = (None, 0)  # of StepRecord
         if enabled:
-            limit = max_consecutive_skips
-            limit = None if limit is None else check_count("max_consecutive_skips", limit, 1)
+            limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
             self._recording = limit, check_count("history", history, 0)
             check_process_group(process_group)
             rule = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
@@ -199,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients of ``optimizer`` by the scale in place, and checks for inf and nan. No host sync.
 
         Optional: ``step`` unscales otherwise. Call it once per step, after the last backward, to clip or read unscaled
-        gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones, and stores the result in ``.grad``.
+        gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones in ``.grad``.
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5).
@@ -213,9 +210,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @contextmanager
     def _begun(self, call: str, optimizer: Any) -> Iterator[dict[str, Any]]:
-        """Checks that the optimizer may be unscaled or stepped. Gives its state.
-
-        After an exception, gradients that stay as they are then are for a second try. Others are scaled."""
+        """Checks that the optimizer may be unscaled or stepped. Gives its state. After an exception gradients that stay
+        as they are then are for a second try. Others are scaled."""
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
@@ -244,8 +240,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
-        from ``found_inf``. No host sync. Frameworks override this method, so its arguments and their order must stay.
-        """
+        from ``found_inf``. No host sync. Frameworks override this method: its arguments and their order must stay."""
         parameters = _params(optimizer)
         grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
@@ -273,14 +268,13 @@ class GradScaler(torch.amp.GradScaler):
         return self._check(optimizer)
 
     def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
-        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_flags`` will join them."""
         scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             place_grads(params)
             if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
-                state["meshes"] = meshes
+                state["meshes"] = meshes  # over which ``_flags`` will join the flags
         after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
@@ -304,8 +298,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales the gradients and calls ``optimizer.step(*args, **kwargs)``, or skips it if one is inf or nan.
 
         Host sync: one, for any number of devices. None for optimizers with ``_step_supports_amp_scaling``, such as
-        torch's with ``fused=True``, which read the attributes ``grad_scale`` and ``found_inf``. If these cannot skip (a
-        group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
+        torch's with ``fused=True``, which read ``grad_scale`` and ``found_inf``; if these cannot skip (a group that is
+        not fused, or the first step of torch's fused SGD with dampening), one.
 
         After the step, gradients in ``.grad`` are unscaled; a step that the device skipped leaves them scaled. Without
         any gradient nothing changes, and ampctx warns once. ``args`` and ``kwargs`` must hold no closure.
@@ -374,7 +368,6 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(
         self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps an optimizer that unscales and skips by itself."""
         if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
@@ -415,18 +408,16 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("update")
         scale, states = self._loss_scale, self._per_optimizer_states
         if new_scale is not None:
-            if isinstance(t := new_scale, Tensor) and (
-                t.device.type != self._device or t.numel() != 1 or t.requires_grad
-            ):
+            t: Any = new_scale
+            if isinstance(t, Tensor) and (t.device.type != self._device or t.numel() != 1 or t.requires_grad):
                 raise AmpAssertionError(
                     f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
                     f"got {t.numel()} on {t.device} with requires_grad={t.requires_grad}"
                 )
             scale.set(new_scale)
             return states.clear()
-        flags = [
-            self._flags(state)[0][1] for state in states.values() if state["found_inf_per_device"] or "meshes" in state
-        ]
+        checked = [state for state in states.values() if state["found_inf_per_device"] or "meshes" in state]
+        flags = [self._flags(state)[0][1] for state in checked]
         if not flags and not any(state["stage"] is OptState.STEPPED for state in states.values()):
             raise AmpAssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
@@ -447,10 +438,10 @@ class GradScaler(torch.amp.GradScaler):
     # --- outcomes of steps, checkpoints -----------------------------------------------------------------------------
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
-        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first.
+        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first. No host sync.
 
         Names of parameters are their places in the optimizer, or the names passed to it. With a disabled scaler every
-        step counts as stepped. No host sync, but reading an attribute may be one, see ``StepOutcome``.
+        step counts as stepped. Reading an attribute may be a host sync.
         """
         steps = self._steps.get(optimizer)
         return None if steps is None else steps.outcome
@@ -461,12 +452,8 @@ class GradScaler(torch.amp.GradScaler):
         A disabled scaler keeps no steps. A pickle or a copy starts with an empty history.
 
         Args:
-            optimizer: optional if the scaler has stepped only one.
-            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps.
-
-        Raises:
-            AmpError: several optimizers were stepped and none is given.
-            AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
+            optimizer: optional if the scaler has stepped only one, else AmpError.
+            last: the largest number of steps to return, an int >= 0. None: all that ``GradScaler(history=...)`` keeps.
         """
         if optimizer is None and len(self._steps) > 1:
             raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")
@@ -477,11 +464,10 @@ class GradScaler(torch.amp.GradScaler):
         """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
         if (scale := self._loss_scale) is None:
             return {}
+        own = {name: getattr(scale, name) for name in ("min_scale", "max_scale", "hysteresis")}
         return {
             **super().state_dict(),
-            "min_scale": scale.min_scale,
-            "max_scale": scale.max_scale,
-            "hysteresis": scale.hysteresis,
+            **own,
             "_hysteresis_tracker": scale.hysteresis_left(),
         }
 
@@ -494,8 +480,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: an empty dict, as a disabled scaler saves.
-            AmpKeyError: a missing or unknown key.
-            AmpTypeError, AmpValueError: an invalid entry, by name; several loss scales.
+            AmpKeyError, AmpTypeError, AmpValueError: a missing, unknown or invalid entry; several loss scales.
         """
         if (scale := self._loss_scale) is None:
             return

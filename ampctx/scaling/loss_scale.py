@@ -39,13 +39,12 @@ def _checked(name: str, value: Any, kind: Any, what: str, hint: str = "") -> Any
     return value
 
 
+# These return the value as a plain number. AmpTypeError and AmpValueError name the argument.
 def check_number(name: str, value: Any) -> float:
-    """``value`` as a float. Raises AmpTypeError with the name of the argument if it is no real number."""
     return float(_checked(name, value, Real, "a number"))
 
 
 def check_scale(name: str, value: Any) -> float:
-    """``value`` as a float that is positive, finite and a normal fp32 number. Raises AmpValueError otherwise."""
     number = check_number(name, value)
     if not _FP32.tiny <= number <= _FP32.max:
         raise AmpValueError(f"{name} is {number}: a loss scale must be > 0, finite and in the range of fp32")
@@ -53,7 +52,6 @@ def check_scale(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """``value`` as an int >= ``least`` that fits int32."""
     number = int(_checked(name, value, Integral, "an int"))
     if not least <= number <= torch.iinfo(torch.int32).max:
         raise AmpValueError(f"{name} is {number}, expected an int >= {least} that fits int32")
@@ -61,13 +59,11 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 
 def check_loss_id(value: Any) -> int:
-    """``value`` as a loss id: an int, also of numpy, but not a bool."""
     hint = f": {value!r}. Pass the number of the loss, from 0 to num_losses - 1."
     return int(_checked("loss_id", value, Integral, "an int", hint))
 
 
 def check_factor(name: str, value: Any) -> float:
-    """``value`` as a float between the bounds of ``FACTORS``."""
     low, high, rule = FACTORS[name]
     if not low < (number := check_number(name, value)) < high:
         raise AmpValueError(f"{name} is {number}. {rule}")
@@ -89,9 +85,7 @@ class LossScale:
 
     The three tensors are None, and their ``init_`` numbers hold, until a call creates them on its device. A static
     scale (``dynamic=False``) never changes in ``update``, which only counts. ``min_scale`` and ``max_scale`` bound
-    ``update``, and a dynamic ``init_scale``. The other arguments are those of ``GradScaler``.
-
-    Raises AmpTypeError or AmpValueError for an argument outside of its bounds, by name.
+    ``update``, and a dynamic ``init_scale``. The other arguments are those of ``GradScaler``, with its errors.
     """
 
     scale: Tensor | None = None
@@ -157,7 +151,6 @@ class LossScale:
 
     @property
     def moves(self) -> bool:
-        """Whether updates can change the scale."""
         return self.dynamic and not self.is_held
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
@@ -177,7 +170,6 @@ class LossScale:
         return *self._factors, found_inf
 
     def tell(self, found_inf: Tensor) -> None:
-        """Passes the one-element flag of this loss's gradients to the observer."""
         if self.observer is not None:
             self.observer.checked(found_inf)
 
@@ -188,7 +180,7 @@ class LossScale:
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
         """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0. Every rank must take
-        part, else AmpRankError. ``call``: for messages. Host sync and errors as ``received``."""
+        part. ``call``: for messages. Host sync and AmpRankError as ``received``."""
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
         joined = self.sent(found_inf)
@@ -197,21 +189,18 @@ class LossScale:
         return self.received(joined, groups, call)
 
     def sent(self, found_inf: Tensor) -> Tensor:
-        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync.
-
-        Besides flag and number of ranks the bits of the scale in two halves, and their squares: sums of these integers
-        are exact, and show whether a scale differs."""
+        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync. Besides flag and number of
+        ranks the bits of the scale in two halves, and their squares: sums of these integers are exact, and show whether
+        a scale differs."""
         bits = move(self.tensors(found_inf.device)[0], found_inf.device).view(torch.int32)
         halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
         flag = found_inf.detach().reshape(()) != 0
         return torch.cat((torch.stack((flag, torch.ones_like(flag))).double(), halves, halves * halves))
 
     def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
-        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. ``call``: for messages.
-
-        1 if the scales differ, so that every rank skips the step; then AmpRankError where the host reads it: each time
-        on the CPU, where it waits anyway; else the first time, after a load and every 1,000th time.
-        """
+        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. 1 if scales differ, so that
+        every rank skips the step; then AmpRankError where the host reads it: each time on the CPU, where it waits
+        anyway; else the first time, after a load and every 1,000th time."""
         number, halves, squares = joined[1], joined[2:4], joined[4:6]
         differ = (number * squares != halves * halves).any()  # their variance is not 0
         captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -259,9 +248,6 @@ class LossScale:
 
         A dynamic scale also copies a one-element tensor on the device; if its value is not > 0 and finite, the scale
         stays. One that is held takes the bounds along, and reads the tensor: a host sync.
-
-        Raises:
-            AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
         """
         if isinstance(value, Tensor) and (not self.dynamic or value.numel() != 1):
             raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
@@ -297,10 +283,8 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """``{"loss_scale": float, "unskipped": int}`` as in apex, and "hysteresis" if it is above 1. Host sync."""
-        state: dict[str, Any] = {"loss_scale": self.value(), "unskipped": self.unskipped()}
-        if self.hysteresis > 1:
-            state["hysteresis"] = self.hysteresis_left()
-        return state
+        more = {"hysteresis": self.hysteresis_left()} if self.hysteresis > 1 else {}
+        return {"loss_scale": self.value(), "unskipped": self.unskipped(), **more}
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads a state of ``state_dict`` or of apex that ``formats`` has checked."""
@@ -327,9 +311,7 @@ class LossScale:
                 "a loss scale with a process group cannot be copied or pickled, because the group belongs to this "
                 "process. Save its state_dict() and load that into a new one."
             )
-        dropped = ("scale", "growth_tracker", "hysteresis_tracker", "observer", "_factors")
-        return {k: v for k, v in vars(self).items() if k not in dropped} | {
-            "init_scale": self.value(),
-            "init_growth_tracker": self.unskipped(),
-            "init_hysteresis_tracker": self.hysteresis_left(),
-        }
+        numbers = {"scale": self.value(), "growth_tracker": self.unskipped()}
+        numbers["hysteresis_tracker"] = self.hysteresis_left()
+        kept = {name: value for name, value in vars(self).items() if name not in (*numbers, "observer", "_factors")}
+        return kept | {f"init_{name}": number for name, number in numbers.items()}
