@@ -62,7 +62,7 @@ class Explanation:
     Attributes:
         rows: the calls of each op in each dtype, in the order of the first call.
         casts: the casts, the most bytes first.
-        hints: sentences on possible costs of speed; empty if there are none.
+        hints: sentences on possible costs of speed.
     """
 
     rows: list[OpCount]
@@ -250,9 +250,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
         operands = [t for t in tensors_in(args, dict(kwargs)) if t.is_floating_point() or t.is_complex()]
-        if (
-            not operands or op in _BOOKKEEPING or (result is not None and not tensors_in((result,), {}))
-        ):  # a size or a number
+        is_number = result is not None and not tensors_in((result,), {})
+        if not operands or op in _BOOKKEEPING or is_number:
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
@@ -260,8 +259,7 @@ class _Recorder(TorchDispatchMode):
                 cast = self._casts.setdefault((_name(source.dtype), _name(target.dtype)), [0, 0])
                 cast[:] = cast[0] + 1, cast[1] + source.numel() * (source.itemsize + target.itemsize)
                 if (storage := _storage(source)) is not None and storage.data_ptr() in self._weights:
-                    name = self._weights[storage.data_ptr()]
-                    part = name, source.data_ptr(), source.shape
+                    part = name, _, _ = self._weights[storage.data_ptr()], source.data_ptr(), source.shape
                     self._weight_casts[part] += 1
                     if (n := self._weight_casts[part]) > 1:
                         self._hints[_AGAIN][name] = max(n, self._hints[_AGAIN][name])
@@ -281,11 +279,11 @@ class _Recorder(TorchDispatchMode):
     def explanation(self) -> Explanation:
         ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
-        found = {
-            text: [call + (f" {n} times" if n > 1 else "") for call, n in calls.items()]
+        hints = [
+            f"{text}: {listed([call + (f' {n} times' if n > 1 else '') for call, n in calls.items()])}"
             for text, calls in self._hints.items()
-        }
-        hints = [f"{text}: {listed(calls)}" for text, calls in found.items() if calls]
+            if calls
+        ]
         return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 

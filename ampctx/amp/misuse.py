@@ -121,8 +121,8 @@ class LeftGrads:
         self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
-        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written, but
-        those of the given ids, which it unscales. With masters it drops them, as of 16-bit weights."""
+        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written,
+        but those of the given ids, which it unscales. With masters it drops them, as of 16-bit weights."""
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
 

@@ -61,13 +61,13 @@ def get_state_dict(
 ) -> dict[str, Any]:
     """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
 
-    The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and
-    fp32 shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them
-    before the next step. Call it on every rank.
+    The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and fp32
+    shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them before the
+    next step. Call it on every rank.
 
-    ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is
-    an fp32 master. "optim" has step and moments by name, for parameters without state those that a first step
-    makes. "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
+    ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is an
+    fp32 master. "optim" has step and moments by name, for parameters without state those that a first step makes.
+    "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
 
     Args:
         model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
@@ -76,9 +76,9 @@ def get_state_dict(
         cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
 
     Raises:
-        AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through
-            ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
-            ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
+        AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through it; a
+            parameter that the model does not hold; inside a scale_loss block, or between SAM's ``first_step`` and
+            ``second_step``; an optimizer that needs a closure and has not stepped.
     """
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
     if not (full_state_dict or cpu_offload):
@@ -106,10 +106,9 @@ def set_state_dict(
 ) -> None:
     """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
 
-    An invalid one raises, and nothing has changed. Exact between masters of ``initialize``,
-    ``master_weights=True``, "split" and fp32 shards, and from the others into these. Into 16-bit parameters
-    without a master (``write_back``) weights are rounded, with a warning. Pending gradients are dropped. No
-    ``on_step`` hook is called.
+    An invalid one raises, and nothing has changed. Exact between masters of ``initialize``, ``master_weights=True``,
+    "split" and fp32 shards, and from the others into these. Into 16-bit parameters without a master (``write_back``)
+    weights are rounded, with a warning. Pending gradients are dropped. No ``on_step`` hook is called.
 
     Args:
         model, optimizers: as in ``get_state_dict``, after ``initialize``.
@@ -118,8 +117,7 @@ def set_state_dict(
         process_group: as in ``load_state_dict``.
 
     Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit, by its key;
-            another level.
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit; another level.
         AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
     """
     check_process_group(process_group)
@@ -148,17 +146,14 @@ class Stateful:
 def stateful(session: Any, model: nn.Module, optimizers: Any, **options: Any) -> Stateful:
     """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
 
-    ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
-    load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
-    the default session.
+    ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that one
+    that fails changes nothing; they take the memory of the state once more. Its ``state_dict()`` and
+    ``load_state_dict(state)`` are ``get_state_dict`` and ``set_state_dict`` of these; but for ``dcp.save`` the first
+    returns copies. ``amp.Stateful`` is this method of the default session.
 
     Args:
         model, optimizers: as in ``get_state_dict``.
         options: keyword arguments of ``set_state_dict``.
-
-    Returns:
-        An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
-        ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
     """
     return Stateful(session, model, optimizers, options)
 
@@ -261,17 +256,15 @@ class _NamedRun:
                     compensation[m.name] = state["compensation"]
             if members:
                 of_amp = amp["optimizers"][number] if amp else {}
-                names = iter(members)
+                names, groups = iter(members), []
+                for group in optimizer.param_groups:
+                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                    params = [next(names).name for _ in group["params"]]
+                    groups.append(map_leaves(options, plain, False) | {"params": params})
                 facts = {
                     "format": FORMAT,
                     "type": type(optimizer).__name__,
-                    "groups": [
-                        map_leaves(
-                            {k: v for k, v in group.items() if k != "param_names"} | {"params": ()}, plain, False
-                        )
-                        | {"params": [next(names).name for _ in group["params"]]}
-                        for group in optimizer.param_groups
-                    ],
+                    "groups": groups,
                     "layout": {m.name: m.layout for m in members},
                     "without_state": self._without_state(members, without_state),
                     **{key: of_amp[key] for key in _OF_AMP if key in of_amp},
@@ -281,12 +274,8 @@ class _NamedRun:
         if compensation:
             tree["compensation"] = compensation
         if amp:
-            tree["amp"] = {
-                "opt_level": amp["opt_level"],
-                "torch": str(torch.__version__),
-                "ampctx": __version__,
-                "deferred": tuple(amp["deferred"].items()),
-            }
+            versions = {"torch": str(torch.__version__), "ampctx": __version__}
+            tree["amp"] = {"opt_level": amp["opt_level"], **versions, "deferred": tuple(amp["deferred"].items())}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
                 numbers = {key: torch.tensor(n, dtype=wide[type(n)]) for key, n in scale.state_dict().items()}
@@ -306,11 +295,8 @@ class _NamedRun:
         return [name for name in here if name in found]
 
     def _states(self, optimizer: Any, members: list[_Member]) -> Iterator[tuple[_Member, State, bool]]:
-        """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
-
-        The keys of a tree must not depend on the steps that were taken: torch.distributed.checkpoint loads into a tree
-        of the run that resumes, which has taken none.
-        """
+        """The state of each parameter, and whether it is made up, which it is where a trainable one has none: keys must
+        not depend on the steps that were taken, because torch loads into a tree of the run that resumes."""
         found = optimizer.state_dict()["state"]
         if unknown := found.keys() - {m.key for m in members}:
             raise AmpError(
@@ -335,11 +321,7 @@ class _NamedRun:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def loaders(self, tree: Any, other_level: bool) -> list[Loader]:
-        """Checks a tree against the run. Returns functions that load it, in order.
-
-        Raises:
-            AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by its key. Nothing has changed then.
-        """
+        """Checks a tree against the run. Returns functions that load it, in order."""
         typed(tree, dict, "state_dict")
         for key in ("model", "optim", "optimizers", *(["amp"] if self.on else [])):
             if key not in tree:
@@ -396,9 +378,8 @@ class _NamedRun:
         """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
         states: State = {}
         for m, expected, _ in self._states(optimizer, members):
-            state: State = {}
-            if saved[m.name].has_state:
-                state = self._checked_state(m, tree["optim"], _moments_of(expected))
+            was_there = saved[m.name].has_state
+            state = self._checked_state(m, tree["optim"], _moments_of(expected)) if was_there else {}
             if m.layout in EXTRAS:
                 rest = tree.get("compensation", {}).get(m.name) if saved[m.name].layout == "kahan" else None
                 if rest is not None:
@@ -407,11 +388,9 @@ class _NamedRun:
                 exact = tree["model"][m.name].float()
                 weight, state[EXTRAS[m.layout]] = STORES[m.layout].divided(exact, m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
-            if state:
-                # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[m.key] = (
-                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, False)
-                )
+            if state:  # the fused optimizers copy what they load; torch's would share it with the tree
+                is_copied = isinstance(optimizer, FusedOptimizer)
+                states[m.key] = state if is_copied else map_leaves(state, Tensor.clone, False)
         here, names = optimizer.state_dict(), iter(members)
         groups = [
             {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
@@ -457,14 +436,11 @@ class _NamedRun:
             kept = {f"{KEY}{i}": scale for i, scale in enumerate(self.session.loss_scales)}
             move = [key for key, scale in kept.items() if scale.moves and key in scales and scales[key].get("dynamic")]
             scales = {key: scales[key] if key in move else scale.state_dict() for key, scale in kept.items()}
-        optimizers = [
-            {
-                **(saved[members[0].name].of_amp if members else {}),
-                "params": len(members),
-                "masters": {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"},
-            }
-            for _, members in self.optimizers
-        ]
+        optimizers = []
+        for _, members in self.optimizers:
+            masters = {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"}
+            of_amp = saved[members[0].name].of_amp if members else {}
+            optimizers.append({**of_amp, "params": len(members), "masters": masters})
         deferred = dict(entry(given, "deferred", tuple, 'state_dict["amp"]'))
         of_run = {"opt_level": level, "deferred": deferred, "optimizers": optimizers}
         return amp_state.loaders(self.session, {**scales, **of_run}, self.bindings, self.call)
@@ -474,8 +450,7 @@ class _NamedRun:
 
         with ExitStack() as undo:
             for (optimizer, _), checkpoint in zip(self.optimizers, checkpoints, strict=True):
-                # Loading puts new objects in the places of these. It may refuse values, and then an optimizer that has
-                # loaded takes them back.
+                # Loading replaces these. Where a later one refuses values, an optimizer takes them back.
                 former = {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 optimizer.load_state_dict(checkpoint)
                 undo.callback(getattr(optimizer, "__setstate__", vars(optimizer).update), former)
@@ -501,8 +476,7 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         where = f'state_dict["optimizers"]["{first}"]'
         if not isinstance(value, tuple | list) or len(value) != 1:
             raise AmpTypeError(f"{where} must be a tuple of one dict, got {type(value).__name__}")
-        facts = value[0]
-        typed(facts, dict, f"{where}[0]")
+        typed(facts := value[0], dict, f"{where}[0]")
         check_format(facts, f"{where}[0]", _FACTS)
         layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
         of_amp = {key: facts[key] for key in _OF_AMP if key in facts}
@@ -514,7 +488,7 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
 
 
 def _options(names: list[str], saved: _Facts, here: Mapping[str, Any]) -> State:
-    """The options of a group with these parameters. Tensors where ``here`` has them."""
+    """The options of a group with these parameters, as tensors where ``here`` has them."""
     options = dict(saved[names[0]].options) if names else {}
     for name in names[1:]:
         for key, value in saved[name].options.items():
@@ -544,8 +518,8 @@ def _moments_of(state: State) -> State:
 
 
 def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
-    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros,
-    so that weights and state of the run stay as they are. It raises where one needs more, say."""
+    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros.
+    It raises where one needs more, say."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.first_state(member, dict(group))
     if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:

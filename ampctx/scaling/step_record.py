@@ -111,8 +111,8 @@ class StepOutcome:
         grad_norm: Tensor | None = None,
         culprits: Culprits | Callable[[], Culprits | None] = (),
     ) -> None:
-        """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: a flag that was set
-        on the optimizer. No later code may write to these tensors."""
+        """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: one that was set on
+        the optimizer. No later code may write to these tensors."""
         raised = flags if isinstance(flags, dict) else dict.fromkeys(flags, 1.0)
         # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
         self.numbers: dict[Number, Tensor | float] = {("overflowed", i): flag for i, flag in raised.items()}
@@ -125,7 +125,6 @@ class StepOutcome:
         self._culprits = culprits
 
     def _read(self, *kinds: str) -> dict[Number, float]:
-        """The numbers of these kinds."""
         found: dict[Number, Any] = {key: value for key, value in self.numbers.items() if key[0] in kinds}
         if tensors := [value for value in found.values() if isinstance(value, Tensor)]:
             values = iter(gathered(tensors).tolist())
@@ -145,12 +144,9 @@ class StepOutcome:
 
     @property
     def reason(self) -> str | None:
-        """Why the step was skipped, None if it ran.
-
-        "overflow": inf or nan in the gradients. "found_inf": only a flag that other code had set on the optimizer."""
-        if not self.skipped:
-            return None
-        return "overflow" if self.overflowed else "found_inf"
+        """Why the step was skipped. "overflow": inf or nan in the gradients. "found_inf": only a flag that other code
+        had set on the optimizer. None if it ran."""
+        return None if not self.skipped else "overflow" if self.overflowed else "found_inf"
 
     @property
     def overflowed(self) -> tuple[int, ...]:
@@ -171,10 +167,8 @@ class StepOutcome:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the unscaled gradients before clipping.
-
-        Computed by ``ampctx.clip_grad_norm_`` (over its parameters), or with the finite check of an optimizer of ampctx
-        with masters. None if neither computed it."""
+        """The norm of the unscaled gradients before clipping. Computed by ``ampctx.clip_grad_norm_`` (over its
+        parameters), or with the finite check of an optimizer of ampctx with masters. None if neither computed it."""
         norm = self.numbers.get(("grad_norm", 0))
         if isinstance(norm, Tensor):
             norm = norm.item()
@@ -320,8 +314,6 @@ def overflowed(flags: Flags) -> Overflowed:
 
 
 class Known(NamedTuple):
-    """The scales and the gradient norm of a step."""
-
     scales: dict[int, Any]
     grad_norm: Tensor | None
 
@@ -418,8 +410,7 @@ class StepRecord:
 
         ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
         ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
-        ``.grad`` still belongs to this step. ``counts``: those that the step was offered.
-        """
+        ``.grad`` still belongs to this step. ``counts``: those that the step was offered."""
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
             {loss_id: flag for loss_id, (_, flag) in flags.items()},
@@ -439,7 +430,6 @@ class StepRecord:
         return outcome
 
     def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
-        """Ends a step: history and hooks."""
         self.outcome = outcome
         if not host_may_read():
             return
@@ -521,7 +511,6 @@ class StepRecord:
                 self._read(values)
 
     def _read(self, counts: list[float]) -> None:
-        """Takes over counts, and reports new skips."""
         self.in_a_row, before = int(counts[1]), self._reported
         if counts[0] <= before:
             return
