@@ -124,8 +124,7 @@ def set_state_dict(
     run = _NamedRun(session, model, optimizers, "amp.set_state_dict")
     for load in run.loaders(state_dict, allow_level_change):
         load()
-    if process_group is not None:
-        ranks.check(ranks.of_scales(session.loss_scales), process_group, run.call)
+    ranks.check_scales(session, process_group, run.call)
 
 
 class Stateful:

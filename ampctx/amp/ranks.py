@@ -64,6 +64,12 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
     check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
 
 
+def check_scales(session: Any, group: Any, call: str) -> None:
+    """Compares the loss scales after a load, if there is a group."""
+    if group is not None:
+        check(of_scales(session.loss_scales), group, call)
+
+
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
     """What all ranks that skip together have in common. Host sync."""
     states = [(scale.state_dict(), scale) for scale in loss_scales]

@@ -724,9 +724,7 @@ class AmpSession:
         """Decorates ``fn``: at O1 and O4 its floating arguments become the level's 16-bit type."""
         return self._function_casts.decorate("half", fn)
 
-    def bfloat16_function(self, fn: Callable) -> Callable:
-        """Same as ``half_function``: the level decides between fp16 (O1) and bf16 (O4)."""
-        return self._function_casts.decorate("half", fn)
+    bfloat16_function = half_function  # the level decides between fp16 (O1) and bf16 (O4)
 
     def float_function(self, fn: Callable) -> Callable:
         """Decorates ``fn``: at O1 and O4 its 16-bit arguments become fp32, and autocast is off inside."""
@@ -740,9 +738,7 @@ class AmpSession:
         """Makes ``module.name`` a ``half_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
         self._function_casts.register("half", module, name)
 
-    def register_bfloat16_function(self, module: Any, name: str) -> None:
-        """Same as ``register_half_function``."""
-        self._function_casts.register("half", module, name)
+    register_bfloat16_function = register_half_function
 
     def register_float_function(self, module: Any, name: str) -> None:
         """Makes ``module.name`` a ``float_function`` from the next O1 or O4 ``initialize`` until ``reset``."""

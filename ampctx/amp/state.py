@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")
 
-Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]
 Loader = Callable[[], None]
 # A change that this version would misread raises it. States without a number are of format 1.
@@ -119,7 +118,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
 
 
-def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, bool]:
+def _deferred_of(scales: Sequence[LossScale], deferred: Mapping[LossScale, Tensor]) -> dict[int, bool]:
     return {i: deferred[scale].item() != 0 for i, scale in enumerate(scales) if scale in deferred}
 
 
@@ -153,12 +152,10 @@ def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: 
     """
     check_process_group(process_group)
     call = "amp.load_state_dict"
-    if not policy_of(session, call).enabled:
-        return
-    for load in loaders(session, state_dict, list(session._bindings.values()), call):
-        load()
-    if process_group is not None:
-        ranks.check(ranks.of_scales(session.loss_scales), process_group, call)
+    if policy_of(session, call).enabled:
+        for load in loaders(session, state_dict, list(session._bindings.values()), call):
+            load()
+        ranks.check_scales(session, process_group, call)
 
 
 def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: str) -> list[Loader]:
@@ -197,8 +194,7 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
 
 def check_format(state: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
-    number = entry(state, "format", int, where) if "format" in state else 1
-    if number > FORMAT:
+    if (number := entry(state, "format", int, where) if "format" in state else 1) > FORMAT:
         new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
         raise AmpValueError(
             f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
@@ -238,14 +234,11 @@ def _scales_loader(
                 deferred.pop(scale, None)
             if i in flags:
                 deferred[scale] = _flag(flags[i], scale, torch.device("cpu"))
-            if i not in entries:
-                continue
-            if not scale.moves and entries[i]["loss_scale"] != scale.value():
-                logger.warning(
-                    "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
-                    *(call, i, scale.value(), entries[i]["loss_scale"]),
-                )
-            scale.load_state_dict(entries[i])
+            if i in entries:
+                if not scale.moves and (new := entries[i]["loss_scale"]) != (now := scale.value()):
+                    text = "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays."
+                    logger.warning(text, call, i, now, new)
+                scale.load_state_dict(entries[i])
         for flag in waiting.of(session):
             flag.moves_scale = False  # of the scale before
 

@@ -72,10 +72,6 @@ class FoundInfFlags:
         self._undecided: Waiting | None = None
 
     @property
-    def has_failed(self) -> bool:
-        return self.of_failed_step or (self._undecided is not None and self._undecided.failed)
-
-    @property
     def are_of_blocks(self) -> bool:
         """Whether a block has checked gradients since the last step."""
         return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
@@ -119,11 +115,12 @@ class FoundInfFlags:
             self._undecided.drop()
             self._undecided = None
 
-    def drop_failed(self) -> None:
-        """Drops the flags of a block or step that an exception has ended."""
-        if self._undecided is not None and self._undecided.failed:
+    def drop_failed(self, is_incomplete: bool) -> None:
+        """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
+        if has_failed := self._undecided is not None and self._undecided.failed:
             self.drop_undecided()
-        self.clear()
+        if has_failed or is_incomplete or self.of_failed_step:
+            self.clear()
 
     def clear(self) -> None:
         self.by_loss, self._final, self._taken, self.of_failed_step = {}, {}, None, False
@@ -181,7 +178,7 @@ class OptimizerBinding:
         # What the running step is given; a closure changes it.
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of, self._taken = names, taken
+        self._names_of, self._taken, self._culprits_later = names, taken, weak_method(self._culprits_of)
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
@@ -401,7 +398,7 @@ class OptimizerBinding:
             raise
 
     def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the optimizer's own code with casts off. Its calls of replaced methods pass through."""
+        """Calls the optimizer's own code with casts off."""
         before, self.inside = self.inside, True
         try:
             with self.casts.suspended():
@@ -437,18 +434,13 @@ class OptimizerBinding:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             positional = (evaluate, *args) if evaluate or args else ()
             result = self.run(original, *positional, **kwargs)
-            checked, reference = self.gradients.checked, weakref.ref(self)
-
-            def later(is_current: bool) -> Culprits | None:
-                binding = reference()
-                return None if binding is None else binding._culprits_of(is_current, checked)
-
+            checked, later = self.gradients.checked, self._culprits_later
             outcome = self.steps.left_to_device(
                 flags.by_loss,
                 self._known(self.given.pending),
                 self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
                 self._culprits,
-                later,
+                lambda is_current: later(is_current, checked),
                 external="found_inf" in former,
                 counts=self.given.counts,
             )
@@ -518,11 +510,8 @@ class OptimizerBinding:
         found: Culprits = ()
         if checked is not None and (masters := checked.not_finite()):
             names = self.names_by_id()
-            found = tuple(
-                Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
-                for p, master in self.masters.pairs
-                if id(master) in masters
-            )
+            of = [p for p, master in self.masters.pairs if id(master) in masters]
+            found = tuple(Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None) for p in of)
         if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
             found += culprits_among(others, self.names_by_id)
@@ -571,9 +560,7 @@ class OptimizerBinding:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()
-        # The flags of an interrupted block or step go with its gradients.
-        if self.flags.has_failed or self.gradients.incomplete:
-            self.flags.drop_failed()
+        self.flags.drop_failed(self.gradients.incomplete)
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:

@@ -75,6 +75,10 @@ def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(grads, lambda: ParameterNames().of(optimizer))
 
 
+def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
+    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
+
+
 def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
     """An attribute of torch's GradScaler, which ``LossScale`` keeps as ``name``. A disabled scaler has none."""
 
@@ -345,19 +349,14 @@ class GradScaler(torch.amp.GradScaler):
             if losses is not None:
                 steps.decided(optimizer, losses, known, _culprits(optimizer) if losses else ())
             else:
-                stepped = weakref.ref(optimizer)
-
-                def later(is_current: bool) -> Culprits | None:
-                    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
-
+                later = partial(_culprits_later, weakref.ref(optimizer))
                 steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
         return result
 
-    def _record(self, optimizer: Any) -> StepRecord:
+    def _record(self, optimizer: Any) -> Any:
         if optimizer not in self._steps:
             self._steps[optimizer] = StepRecord(*self._recording)
-        record: StepRecord = self._steps[optimizer]
-        return record
+        return self._steps[optimizer]
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
