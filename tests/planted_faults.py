@@ -381,7 +381,7 @@ FAULTS = [
     ),
     Fault(
         "the count of clean steps is not loaded", "ampctx",
-        "self.set_unskipped(entry[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",

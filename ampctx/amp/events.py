@@ -24,12 +24,12 @@ logger = logging.getLogger("ampctx")
 
 
 class RunFacts(NamedTuple):
-    """An ``initialize``. ``moves``: for each loss id, whether its scale changes. ``warn`` logs a text once."""
+    """An ``initialize``. ``moves``: for each loss id, whether its scale changes. ``say`` logs each kind once."""
 
     optimizers: list[Any]
     names: ParameterNames
     moves: list[bool]
-    warn: Callable[[str], None]
+    say: Callable[[str, str], None]
 
 
 class BlockFacts(NamedTuple):
@@ -57,11 +57,10 @@ class StepFacts(NamedTuple):
 class Events:
     """The listeners of each event of one session.
 
-    entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step,
-    or each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
+    entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step, or
+    each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
     scale overflowed: (scale, min_scale, skipped steps of the optimizer, all its steps). dropped: (optimizer, names of
-    parameters that joined it with a gradient of unknown scale, which is gone).
-    """
+    parameters that joined it with a gradient of unknown scale, which is gone)."""
 
     entered: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     left: list[Callable[[BlockFacts], None]] = field(default_factory=list)
@@ -87,10 +86,10 @@ class SkipLog:
         self.verbosity, self._deferred, self._events = 1, deferred, events
         self._explained_skips, self.said = False, set[str]()
 
-    def warn_once(self, message: str) -> None:
-        """Logs a message the first time in a run."""
-        if message not in self.said:
-            self.said.add(message)
+    def say(self, kind: str, message: str) -> None:
+        """Logs a message, if it is the first of its kind in a run."""
+        if kind not in self.said:
+            self.said.add(kind)
             if self.verbosity > 0 and is_rank_zero():
                 logger.warning(message)
 

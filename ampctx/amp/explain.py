@@ -110,7 +110,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     The forward runs with the current settings: opt level, train or eval mode, and any ``torch.autocast``,
     ``torch.no_grad`` or ``amp.disable_casts`` block around the call. Compiled code runs op by op. There is no backward;
     its ops would use the dtypes of the forward. One rank may call it alone: it runs the module inside
-    DistributedDataParallel and DataParallel.
+    DistributedDataParallel and DataParallel. Host syncs: those of the forward, and of saving the generators.
 
     Nothing changes, even if the forward raises: ``explain`` restores weights, buffers, gradients, random number
     generators (torch, Python, NumPy) and attributes of the modules, and passes copies of tensor arguments. It needs
@@ -127,8 +127,6 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         AmpTypeError: ``model`` is no module.
         AmpError: a lazy parameter has no values before the first forward.
-
-    Host syncs: those of the forward, and of saving the generators.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(

@@ -70,7 +70,6 @@ _under_amp: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.Wea
 
 
 def note_models(models: Iterable[nn.Module], session: Any) -> Undo:
-    """Marks models as under amp, until the undo."""
     modules = weakref.WeakSet(module for model in models for module in model.modules())
     _under_amp.update((module, weakref.ref(session)) for module in modules)
 
@@ -226,7 +225,6 @@ class OwnThread:
             self.check("scale_loss", casts_on)
 
     def leave_block(self) -> None:
-        """Notes that the block has ended, or was refused."""
         # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
         here, blocks = threading.current_thread(), self._of_blocks
         for i in [i for i, thread in enumerate(blocks) if thread is here][-1:]:

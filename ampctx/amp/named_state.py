@@ -43,7 +43,7 @@ from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
 from ampctx.optimizers.split_masters import SplitMasters
-from ampctx.scaling.formats import KEY, plain
+from ampctx.scaling.loss_scale import KEY, plain
 from ampctx.weights.store import EXTRAS, STORES, joined
 
 logger = logging.getLogger("ampctx")
@@ -158,12 +158,11 @@ def stateful(session: Any, model: nn.Module, optimizers: Any, **options: Any) ->
 
 
 class _Member(NamedTuple):
-    """A parameter that an optimizer steps."""
+    """A parameter that an optimizer steps. ``key``: in its state dict. ``names``: in the model's; the state of a tied
+    one goes by the first. ``member``: in its group, where a master may have its place."""
 
-    # In the optimizer's state dict, and in the model's: a tied one has several names, and its state goes by the first.
     key: Any
     names: list[str]
-    # As in its group, where a master has the place of its parameter.
     member: Tensor
     p: Tensor
     group: Mapping[str, Any]
@@ -235,7 +234,6 @@ class _NamedRun:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(self) -> State:
-        """The tree, with tensors of the run."""
         amp = amp_state.saved(self.session, self.bindings, self.call) if self.on else {}
         for optimizer, members in self.optimizers:
             if any(m.layout in EXTRAS for m in members):
@@ -320,7 +318,6 @@ class _NamedRun:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def loaders(self, tree: Any, other_level: bool) -> list[Loader]:
-        """Checks a tree against the run. Returns functions that load it, in order."""
         typed(tree, dict, "state_dict")
         for key in ("model", "optim", "optimizers", *(["amp"] if self.on else [])):
             if key not in tree:

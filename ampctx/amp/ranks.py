@@ -65,7 +65,6 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
 
 
 def check_scales(session: Any, group: Any, call: str) -> None:
-    """Compares the loss scales after a load, if there is a group."""
     if group is not None:
         check(of_scales(session.loss_scales), group, call)
 

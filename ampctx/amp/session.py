@@ -290,7 +290,7 @@ class AmpSession:
                 bound[optimizer] = OptimizerBinding(optimizer, masters, *given)
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.warn_once)
+            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.say)
             for watch in self.watchers if verbosity > 0 else ():  # which only log
                 undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
@@ -558,8 +558,8 @@ class AmpSession:
             flag.decide(call)
 
     def _take_deferred(self, scale: LossScale) -> Tensor | None:
-        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller must
-        update the scale and decide about the next steps: this flag no longer skips them."""
+        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller updates
+        the scale and decides about the next steps: this flag no longer skips them."""
         found_inf = self._deferred.pop(scale, None)
         if found_inf is not None:
             for binding in self._bindings.values():

@@ -31,9 +31,8 @@ from ampctx.casts.arguments import autocast_off
 from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.scaling import formats
-from ampctx.scaling.formats import KEY, RUN_KEYS, read_amp_entries
-from ampctx.scaling.loss_scale import FACTORS, LossScale, check_scale
+from ampctx.scaling import loss_scale
+from ampctx.scaling.loss_scale import FACTORS, KEY, RUN_KEYS, LossScale, check_scale, read_amp_entries
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 from ampctx.weights import waiting
 
@@ -161,9 +160,9 @@ def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: 
 def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: str) -> list[Loader]:
     """Checks a state against the run. Returns functions that load it, in order."""
     scales: list[LossScale] = session.loss_scales
-    if isinstance(state, Mapping) and not formats.is_grad_scaler_state(state):
+    if isinstance(state, Mapping) and not loss_scale.is_grad_scaler_state(state):
         check_format(state, "state_dict", [*RUN_KEYS, *(key for key in state if str(key).startswith(KEY))])
-    if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
+    if loss_scale.is_grad_scaler_state(state) and not loss_scale.is_amp_state(state):
         state = _of_grad_scaler(scales, state)
     entries = read_amp_entries(state)
     if state.keys().isdisjoint(RUN_KEYS):
@@ -209,12 +208,12 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
             "amp.initialize. To start all of them from it, load "
             f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
         )
-    there, here = formats.read_grad_scaler_state(state), scales[0]
+    there, here = loss_scale.read_grad_scaler_state(state), scales[0]
     pairs = [(name, there[name], getattr(here, name)) for name in (*FACTORS, "growth_interval")]
     left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
     if left_out and here.dynamic:
         logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
-    return {f"{formats.KEY}0": {"loss_scale": there["scale"], "unskipped": there["_growth_tracker"]}}
+    return {f"{KEY}0": {"loss_scale": there["scale"], "unskipped": there["_growth_tracker"]}}
 
 
 def _scales_loader(

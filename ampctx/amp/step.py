@@ -30,18 +30,10 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
+from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import (
-    OUTSIDE_OF_BLOCKS,
-    Culprit,
-    Culprits,
-    Flags,
-    Known,
-    StepRecord,
-    culprits_among,
-    overflowed,
-)
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
@@ -54,21 +46,18 @@ from ampctx.weights.waiting import Waiting
 class FoundInfFlags:
     """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
 
-    Attributes:
-        by_loss: decides about the next step. It stays set until then, even if later backwards are clean.
-        scales_used: the factors of the losses.
-        of_failed_step: a step raised. The flags stay for a second try, until the gradients are zeroed.
+    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
+    those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
+    flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
+    ``_undecided``: the flag of the latest block while ranks have yet to agree on it.
     """
 
     def __init__(self) -> None:
         self.by_loss: Flags = {}
-        # The final ones among them: ``drop_provisional`` leaves them.
         self._final: Flags = {}
-        self.scales_used: dict[int, Factor] = {}
-        self.of_failed_step = False
-        # The flags of a running step.
         self._taken: tuple[Flags, Flags] | None = None
-        # The flag of the latest block while ranks have yet to agree on it.
+        self._of_failed_step = False
+        self.scales_used: dict[int, Factor] = {}
         self._undecided: Waiting | None = None
 
     @property
@@ -119,11 +108,11 @@ class FoundInfFlags:
         """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
         if has_failed := self._undecided is not None and self._undecided.failed:
             self.drop_undecided()
-        if has_failed or is_incomplete or self.of_failed_step:
+        if has_failed or is_incomplete or self._of_failed_step:
             self.clear()
 
     def clear(self) -> None:
-        self.by_loss, self._final, self._taken, self.of_failed_step = {}, {}, None, False
+        self.by_loss, self._final, self._taken, self._of_failed_step = {}, {}, None, False
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
@@ -142,7 +131,7 @@ class FoundInfFlags:
             taken, final = self._taken
             self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
         # Also for flags of a block before the step: zeroing the gradients clears them.
-        self.of_failed_step = True
+        self._of_failed_step = True
 
 
 class OptimizerBinding:
@@ -471,7 +460,6 @@ class OptimizerBinding:
             optimizer.found_inf = flag
 
     def _take_back(self, former: dict[str, Any]) -> None:
-        """Removes what ``offer`` has set, and puts ``former`` back."""
         self.given, own = Step(), vars(self._optimizer())
         own.pop("found_inf", None)
         own.update(former)
@@ -501,7 +489,7 @@ class OptimizerBinding:
         grads = {} if pending is None else pending.grads
         of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
-        return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
+        return step_record.culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
     def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits | None:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
@@ -514,7 +502,7 @@ class OptimizerBinding:
             found = tuple(Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None) for p in of)
         if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
-            found += culprits_among(others, self.names_by_id)
+            found += step_record.culprits_among(others, self.names_by_id)
         return found or None
 
     # --- names and factors --------------------------------------------------------------------------------------------

@@ -26,21 +26,10 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, layout_of
-from ampctx.scaling import formats
+from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import (
-    DEFAULT_LENGTH,
-    Culprits,
-    Flags,
-    History,
-    Known,
-    StepHistory,
-    StepOutcome,
-    StepRecord,
-    culprits_among,
-    overflowed,
-)
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
 from ampctx.weights.clip import norm_before_clipping, strided_grad
 
 logger = logging.getLogger("ampctx")
@@ -72,7 +61,7 @@ def _versions(optimizer: Any) -> list[tuple[Any, int]]:
 
 def _culprits(optimizer: Any) -> Culprits:
     grads = ((p, p.grad) for p in _params(optimizer) if p.grad is not None)
-    return culprits_among(grads, lambda: ParameterNames().of(optimizer))
+    return step_record.culprits_among(grads, lambda: ParameterNames().of(optimizer))
 
 
 def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
@@ -355,13 +344,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _record(self, optimizer: Any) -> Any:
         if optimizer not in self._steps:
-            self._steps[optimizer] = StepRecord(*self._recording)
+            self._steps[optimizer] = step_record.StepRecord(*self._recording)
         return self._steps[optimizer]
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer_state["overflowed"] = overflowed(self._flags(optimizer_state))
+        optimizer_state["overflowed"] = step_record.overflowed(self._flags(optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(
@@ -483,10 +472,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if (scale := self._loss_scale) is None:
             return
-        if formats.is_amp_state(state_dict):
-            return scale.load_state_dict(formats.only_amp_entry(state_dict))
-        saved = formats.read_grad_scaler_state(state_dict)
-        own = {name: formats.plain(value) for name, value in state_dict.items()}
+        if loss_scale.is_amp_state(state_dict):
+            return scale.load_state_dict(loss_scale.only_amp_entry(state_dict))
+        saved = loss_scale.read_grad_scaler_state(state_dict)
+        own = {name: loss_scale.plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
         hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
         left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)

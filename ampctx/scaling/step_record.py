@@ -329,9 +329,8 @@ class StepRecord:
         report: see ``SkipLog.report``. None: skips on the device are counted only for a limit.
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
-    ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
-    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned.
-    """
+    ``outcome``: of the latest step. ``epoch``: counts calls that may change the gradients in ``.grad`` after a step.
+    ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned."""
 
     def __init__(
         self,
@@ -352,8 +351,7 @@ class StepRecord:
         # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a
         # replay counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
         self._counts: Tensor | None = None
-        self._slots = losses + 1
-        self._scales: dict[int, LossScale] = {}
+        self._slots, self._scales = losses + 1, dict[int, LossScale]()
         # The loss id of the latest ``counts_for``, and what it gave.
         self._offered: tuple[int, SkipCounts] | None = None
         # The counts that were reported: of all skips, and of each loss.
