@@ -412,7 +412,7 @@ FAULTS = [
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",
-        "if saved[m.name].has_state:", "if True:", f"{ROWS}named_state.py",
+        "if saved[m.name].has_state else {}", "if True else {}", f"{ROWS}named_state.py",
     ),
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(

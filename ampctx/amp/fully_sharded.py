@@ -93,13 +93,13 @@ def fully_shard(
             name = (unit if is_class else type(unit)).__name__
             raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
         chosen |= found
-    kept: KeptModules | None = None
-    hand_over: set[nn.Module] = set()
+    stays, hand_over = set[nn.Module](), set[nn.Module]()
     if low is not None:
         kept = find_kept([model], level.keep_fp32)
         others = modules_in_fp32(model, True) - kept.modules
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
+        stays = hand_over | kept.modules
     from torch.distributed import fsdp
 
     # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may
@@ -108,9 +108,8 @@ def fully_shard(
     for module in sorted(inner_first, key=lambda m: not isinstance(m, ParametrizationList)):
         if is_fully_sharded(module):
             continue
-        in_fp32 = module in hand_over or (kept is not None and module in kept.modules)
         output = low if module in hand_over else None
-        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if in_fp32 else policy
+        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if module in stays else policy
         try:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
         except ValueError as error:

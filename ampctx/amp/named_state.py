@@ -357,11 +357,10 @@ class _NamedRun:
         """The entries of the model, laid out as in the run."""
         here = self._model_state()
         if differ := [name for name in (*here, *given) if name not in given or name not in here]:
-            is_lost = differ[0] in here
+            no, why = ("no ", "which the model has here") if differ[0] in here else ("", "and the model here has not")
             raise AmpKeyError(
-                f'state_dict["model"] has {"no " if is_lost else ""}"{differ[0]}", '
-                f"{'which the model has here' if is_lost else 'and the model here has not'}. Build the model of the "
-                "run that was saved, or edit the dict."
+                f'state_dict["model"] has {no}"{differ[0]}", {why}. Build the model of the run that was saved, or edit '
+                "the dict."
             )
         placed = dict(given)
         for name, like in here.items():
@@ -374,8 +373,8 @@ class _NamedRun:
         """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
         states: State = {}
         for m, expected, _ in self._states(optimizer, members):
-            was_there = saved[m.name].has_state
-            state = self._checked_state(m, tree["optim"], _moments_of(expected)) if was_there else {}
+            moments = _moments_of(expected)
+            state = self._checked_state(m, tree["optim"], moments) if saved[m.name].has_state else {}
             if m.layout in EXTRAS:
                 rest = tree.get("compensation", {}).get(m.name) if saved[m.name].layout == "kahan" else None
                 if rest is not None:
@@ -387,11 +386,9 @@ class _NamedRun:
             if state:  # the fused optimizers copy what they load; torch's would share it with the tree
                 is_copied = isinstance(optimizer, FusedOptimizer)
                 states[m.key] = state if is_copied else map_leaves(state, Tensor.clone, False)
-        here, names = optimizer.state_dict(), iter(members)
-        groups = [
-            {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
-            for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True)
-        ]
+        here, names, groups = optimizer.state_dict(), iter(members), []
+        for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True):
+            groups.append({**group, **_options([next(names).name for _ in group["params"]], saved, actual)})
         return {**here, "state": states, "param_groups": groups}
 
     def _checked_state(self, m: _Member, optim: Mapping[str, Any], expected: State) -> State:

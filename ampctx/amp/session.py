@@ -95,8 +95,7 @@ class AmpSession:
         self.policy: PrecisionPolicy | None = None
         self.loss_scales: list[LossScale] = []
         self.allow_incoming_model_not_fp32 = False
-        # ``initialize`` calls these last, with the optimizers that it bound. Each returns an undo, which ``reset`` runs
-        # before the other undos of that call.
+        # ``initialize`` calls these last, with the optimizers that it bound. They return an undo, the first to run.
         self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         # Flags of blocks that left the update of their scale to a later block.
@@ -107,10 +106,8 @@ class AmpSession:
         self._lacks_masters: bool | None = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
-        self._casts = CastSwitch()
+        self._casts, self._undo, self._thread = CastSwitch(), ExitStack(), misuse.OwnThread()
         self._function_casts = FunctionCasts(self._casts.active_dtype)
-        self._undo = ExitStack()
-        self._thread = misuse.OwnThread()
 
     @property
     def verbosity(self) -> int:
@@ -197,9 +194,8 @@ class AmpSession:
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
                 rounded to the model's 16-bit type, unless the module itself is in ``models``.
             ops_fp32: torch functions that compute in fp32 at every level, until ``reset``: names (``"softmax"``,
-                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python as
-                functions, methods or operators. At O1 and O4 the result stays fp32; elsewhere it returns to the widest
-                16-bit type among the arguments.
+                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python. At
+                O1 and O4 the result stays fp32; elsewhere it returns to the widest 16-bit type among the arguments.
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
             skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
                 False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
@@ -294,9 +290,8 @@ class AmpSession:
             for watch in self.watchers if verbosity > 0 else ():  # which only log
                 undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
-                # ops_fp32 makes an op safe that autocast refuses in 16 bits.
-                allow_banned = "binary_cross_entropy" in policy.ops_fp32
-                autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=allow_banned)
+                is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
+                autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
                 for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
                     undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
                 # First, so that the hooks of cast_ops run around these.
@@ -327,13 +322,12 @@ class AmpSession:
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
-            for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._deferred):
+            hooks = self._step_hooks, self._skip_hooks
+            for forget in (self._casts.undo, *hooks, self._bindings, self._deferred, self._log.said):
                 stack.callback(forget.clear)
             for flag in waiting.of(self):
                 stack.callback(flag.drop)
-            stack.callback(self._log.said.clear)  # a new run logs them again
-            stack.callback(setattr, self, "loss_scales", [])
-            stack.callback(setattr, self, "policy", None)
+            stack.callback(vars(self).update, loss_scales=[], policy=None)
             stack.callback(self._undo.close)
             for undo in self._casts.undo.values():
                 stack.callback(undo)
