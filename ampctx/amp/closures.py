@@ -108,8 +108,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
 
 
 def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
-    without gradients, the weights stay the unperturbed ones."""
+    """SAM's second step, of the unperturbed weights. After an overflow in either backward it only restores these."""
     if binding.inside or binding.released:
         return original(*args, **kwargs)
     binding.refuse("optimizer.second_step()")

@@ -218,18 +218,16 @@ class _Recorder(TorchDispatchMode):
         self._weights = {each.data_ptr(): name for name, each in reversed(named) if each is not None}
         self._names = {module: name for name, module in model.named_modules()}
         self._path: list[nn.Module] = []
-        self._ops: Counter[tuple[str, str]] = Counter()
         # Calls and bytes, by dtypes. Casts of a part of a weight, by name, address and shape.
-        self._casts: dict[tuple[str, str], list[int]] = {}
-        self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
+        self._ops, self._casts = Counter[tuple[str, str]](), dict[tuple[str, str], list[int]]()
+        self._weight_casts = Counter[tuple[str, int, torch.Size]]()
         self._hints = {text: Counter[str]() for text in (_MISFITS, _AGAIN, _FP32_PRODUCTS, _FP64_OPS)}
 
     def enter(self, module: nn.Module, *_: Any) -> None:
         self._path.append(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        # If another hook raised before ``enter``, there is nothing to leave.
-        if self._path[-1:] == [module]:
+        if self._path[-1:] == [module]:  # else another hook raised before ``enter``
             self._path.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:

@@ -45,20 +45,16 @@ def _kept_by_optimizers(session: Any) -> dict[Tensor, Tensor]:
 class _Shown(nn.Module):
     """``functional_call`` of this module gives a state dict with other tensors in the places of the parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self) -> dict[str, Any]:
-        return self.model.state_dict()
+        return self.get_submodule("model").state_dict()
 
 
 @torch.no_grad()
 def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
 
-    Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor share
-    its copy. Includes masters in the state of an optimizer (``FusedAdam(master_weights=True)``) that went through
+    Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share one share its
+    copy. Includes masters in the state of an optimizer (``FusedAdam(master_weights=True)``) that went through
     ``initialize``. A weight without master is exported itself.
 
     Args:
@@ -74,7 +70,7 @@ def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = to
         raise AmpTypeError(f"master_state_dict: dtype is {dtype!r}, expected one of {', '.join(map(str, _CAST))}")
     reshard_units(model)
     masters = {**_kept_by_optimizers(session), **_masters_of(session)}
-    shown = _Shown(model)
+    (shown := _Shown()).model = model
     # All names of a tied weight, on which functional_call insists. The user's hooks treat masters as weights.
     values = {n: masters[p] for n, p in shown.named_parameters(remove_duplicate=False) if p in masters}
     state = torch.func.functional_call(shown, values, ())

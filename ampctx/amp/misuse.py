@@ -110,8 +110,7 @@ class LeftGrads:
     """
 
     def __init__(self) -> None:
-        # The marked gradients, by id of the parameter.
-        self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of the parameter
         # Those that were there when a block of this optimizer began, which will add its own to them.
         self.joined: list[tuple[Tensor, Tensor]] = []
         self._blocks = 0

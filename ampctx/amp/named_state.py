@@ -180,9 +180,8 @@ class _NamedRun:
         self.session, self.model, self.call = session, model, call
         self.on = amp_state.policy_of(session, call).enabled
         if not isinstance(model, nn.Module):
-            raise AmpTypeError(
-                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}: several in one nn.ModuleDict."
-            )
+            given = type(model).__name__
+            raise AmpTypeError(f"{call}: model must be a torch.nn.Module, got {given}: several in one nn.ModuleDict.")
         reshard_units(model)
         self.params = _names_of(model)
         names = defaultdict[int, list[str]](list)
@@ -307,8 +306,7 @@ class _NamedRun:
                 try:
                     state = {**_first_state_of(optimizer, m.group, m.member), **state}
                 except Exception as error:
-                    # LBFGS keeps the state of all parameters with the first one.
-                    if not found:
+                    if not found:  # LBFGS keeps the state of all parameters with the first one
                         raise AmpError(
                             f"{self.call}: {type(optimizer).__name__} does not show which state it keeps: a step "
                             f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first."

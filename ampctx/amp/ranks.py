@@ -118,11 +118,10 @@ def _checksums(params: Iterable[Tensor]) -> list[int]:
     """A sum of the bits of each parameter, exact in any order. One host sync for each device."""
     sums: dict[torch.device, list[Tensor]] = {}
     for p in params:
-        if p.layout != torch.strided or p.is_meta or is_sharded(p):  # each rank has its own part
-            continue
-        real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-        bits = real.view(_BITS[real.element_size()])
-        sums.setdefault(p.device, []).append(bits.sum(dtype=torch.int64))
+        if p.layout == torch.strided and not p.is_meta and not is_sharded(p):  # of these each rank has its own part
+            real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+            bits = real.view(_BITS[real.element_size()])
+            sums.setdefault(p.device, []).append(bits.sum(dtype=torch.int64))
     return [number for of_device in sums.values() for number in torch.stack(of_device).tolist()]
 
 

@@ -68,9 +68,7 @@ def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -
     if fused:
         optimizer.master_weights = "split"
     on_host = fused and optimizer.offload is not None
-    for p in _low(optimizer):
-        if p not in originals:
-            continue
+    for p in [p for p in _low(optimizer) if p in originals]:
         optimizer.state.get(p, {}).pop(_KEY, None)  # of an earlier cast
         if is_distributed():
             continue  # as other masters: a broadcast makes only the models of the ranks equal

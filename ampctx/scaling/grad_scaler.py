@@ -159,11 +159,8 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies ``outputs`` by the scale. No host sync.
 
         Args:
-            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested. Lists and tuples keep
-                their type, other iterables become iterators. A disabled scaler returns ``outputs`` itself.
-
-        Raises:
-            AmpValueError: ``outputs`` has an element that is neither a tensor nor an iterable of tensors.
+            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested, else AmpValueError. Lists
+                and tuples keep their type, other iterables become iterators. A disabled scaler returns ``outputs``.
         """
         if not self._enabled:
             return outputs
@@ -193,8 +190,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5).
-            AmpAssertionError: ``scale`` was never called.
-            AmpValueError: an fp16 gradient. Nothing has changed then.
+            AmpAssertionError: ``scale`` was never called. AmpValueError: an fp16 gradient; nothing has changed then.
         """
         if not self._enabled:
             return
@@ -302,8 +298,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: called twice in one iteration, or with a closure; an optimizer under amp with masters; a parameter
-                with a gradient joined the optimizer after ``unscale_``.
-            AmpAssertionError: ``scale`` was never called.
+                with a gradient joined the optimizer after ``unscale_``. AmpAssertionError: ``scale`` was never called.
             AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
         if not self._enabled:
@@ -379,9 +374,8 @@ class GradScaler(torch.amp.GradScaler):
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale from the flags of this iteration. Call it after the last ``step``. No host sync.
-
-        Without any gradient the scale and its count of clean updates stay.
+        """Updates the scale from the flags of this iteration, after the last ``step``. No host sync. Without a gradient
+        the scale and its count of clean updates stay.
 
         Args:
             new_scale: sets the scale instead, outside of the bounds, too: a number, or a one-element tensor without

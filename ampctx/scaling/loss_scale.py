@@ -99,14 +99,10 @@ class LossScale:
     scale: Tensor | None = None
     growth_tracker: Tensor | None = None
     hysteresis_tracker: Tensor | None = None
-    # Gets each check of this loss's gradients by ``observer.checked(flag)``. At most one.
-    observer: Any = None
-    # The ranks that agree on flags. None: this rank alone.
-    process_group: Any = None
-    # How many agreements are left until ranks read whether their scales differ. 0: they do at the next.
-    until_check = 0
-    # Whether the scale skips steps as a dynamic one, and stays.
-    is_held = False
+    observer: Any = None  # gets each check of this loss's gradients by ``observer.checked(flag)``
+    process_group: Any = None  # the ranks that agree on flags. None: this rank alone
+    until_check = 0  # how many agreements are left until ranks read whether their scales differ
+    is_held = False  # whether the scale skips steps as a dynamic one, and stays
     # Copies of the scale and of 1 / scale, until it changes.
     _factors: tuple[PerDevice, PerDevice] | None = None
 
@@ -146,8 +142,7 @@ class LossScale:
             return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
         if isinstance(loss_scale, str):
             raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-        value = check_scale("loss_scale", loss_scale)
-        scale = cls(value, dynamic=skip_nonfinite)
+        scale = cls(value := check_scale("loss_scale", loss_scale), dynamic=skip_nonfinite)
         if skip_nonfinite:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value
         return scale
