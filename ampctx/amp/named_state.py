@@ -108,7 +108,7 @@ def set_state_dict(
 
     An invalid one raises, and nothing has changed. Exact between masters of ``initialize``, ``master_weights=True``,
     "split" and fp32 shards, and from the others into these. Into 16-bit parameters without a master (``write_back``)
-    weights are rounded, with a warning. Pending gradients are dropped. No ``on_step`` hook is called.
+    weights are rounded, with a warning. Gradients that wait for a step are dropped. No ``on_step`` hook is called.
 
     Args:
         model, optimizers: as in ``get_state_dict``, after ``initialize``.
