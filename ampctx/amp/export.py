@@ -121,7 +121,7 @@ def master_model(session: Any, model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         # Private in torch: a hook is removed by its handle, and a copy has no handles.
-        for hooks in (hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
+        for hooks in [d for name, d in vars(module).items() if name.endswith("_hooks") and isinstance(d, dict)]:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "hook", hook), ModelHook):  # torch wraps pre-hooks of load_state_dict
                     del hooks[key]

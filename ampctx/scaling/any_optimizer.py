@@ -84,8 +84,8 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
     found = [optimizer]
     for one in found:
-        inside = [value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)]
-        found += [value for value in inside if not any(value is other for other in found)]
+        inside = {id(value): value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)}
+        found += [value for i, value in inside.items() if i not in map(id, found)]
     return found
 
 
