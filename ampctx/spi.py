@@ -24,8 +24,18 @@ from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op
-from ampctx.scaling.formats import only_amp_entry, plain, read_amp_entries, read_grad_scaler_state, required
-from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
+from ampctx.scaling.loss_scale import (
+    DYNAMIC,
+    LossScale,
+    check_bounds,
+    check_count,
+    check_scale,
+    only_amp_entry,
+    plain,
+    read_amp_entries,
+    read_grad_scaler_state,
+    required,
+)
 from ampctx.scaling.loss_scale import check_number as check_real
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.weights.clip import strided_grad

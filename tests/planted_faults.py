@@ -382,7 +382,7 @@ FAULTS = [
     ),
     Fault(
         "the count of clean steps is not loaded", "ampctx",
-        "self.set_unskipped(entry[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",
@@ -409,11 +409,11 @@ FAULTS = [
     ),
     Fault(
         "state that torch makes is a step of the run", "ampctx",
-        "if torch_state.MODULE in sys.modules and", "if False and", f"{ROWS}named_state.py",
+        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state.py",
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",
-        "if saved[m.name].has_state:", "if True:", f"{ROWS}named_state.py",
+        "if saved[m.name].has_state else {}", "if True else {}", f"{ROWS}named_state.py",
     ),
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(

@@ -8,9 +8,9 @@ from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
-from ampctx.scaling.outcome import Culprit, History, StepOutcome
+from ampctx.scaling.step_record import Culprit, History, StepOutcome
 
-AmpSession.watchers.append(hints.watch)
+AmpSession.watchers.append(lambda *facts: hints.Hints(*facts).leave)
 _default_session = AmpSession()
 
 initialize = _default_session.initialize

@@ -20,10 +20,8 @@ class _OverflowInClosure(Exception):
 
 
 def step(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
-    """``optimizer.step(closure)``. The device or the host decides about the skip."""
-    if binding.device_decides(before_backward=True):
-        return _step_on_device(binding, original, closure, args, kwargs)
-    return _step_on_host(binding, original, closure, args, kwargs)
+    by_device = binding.device_decides(before_backward=True)
+    return (_step_on_device if by_device else _step_on_host)(binding, original, closure, args, kwargs)
 
 
 def _step_on_device(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
@@ -36,7 +34,7 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
             loss = closure()
         binding.ready()
         if losses := binding.steps.overflowed_at_limit(binding.flags.take):
-            binding.skip(losses)  # raises AmpStallError: one skip too many in a row
+            binding.decided(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
         binding.masters.ahead = True
         return loss
@@ -48,7 +46,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
     """For an optimizer that may evaluate the closure several times, and move in between."""
     binding.ready(before_closure=True)  # the step uses gradients from before the closure, as SAM does
     if losses := overflowed(binding.flags.take()):
-        return binding.skip(losses)
+        return binding.decided(losses)
     found: Overflowed = []
     evaluated = False
 
@@ -76,14 +74,13 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         binding.masters.copy_to_model()
         if not isinstance(error, _OverflowInClosure):
             raise
-        return binding.skip(found)
-    binding.let_through()
+        return binding.decided(found)
+    binding.decided()
     return result
 
 
 def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's step to perturbed weights, called by the program. Also writes the model's weights. Skipped after an
-    overflow."""
+    """SAM's step to perturbed weights, also of the model. Skipped after an overflow."""
     if binding.inside or binding.released:
         return original(*args, **kwargs)
     binding.refuse("optimizer.first_step()")
@@ -97,7 +94,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
         losses = _ready(binding)
         binding.first_step_skipped = bool(losses)
         if losses:
-            binding.skip(losses)
+            binding.decided(losses)
             _zero_if_asked(binding, args, kwargs)
             return None
         binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
@@ -111,8 +108,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
 
 
 def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
-    without gradients, the weights stay the unperturbed ones."""
+    """SAM's second step, of the unperturbed weights. After an overflow in either backward it only restores these."""
     if binding.inside or binding.released:
         return original(*args, **kwargs)
     binding.refuse("optimizer.second_step()")
@@ -123,14 +119,13 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
             binding.gradients.drop_master_grads()  # first_step has counted the skip
         elif losses:
             binding.undo_first_step()
-            binding.skip(losses)
+            binding.decided(losses)
         else:
-            params = (p for group in binding.optimizer.param_groups for p in group["params"])
-            if any(map(has_grad, params)):
+            if any(map(has_grad, binding.params())):
                 binding.restore_unperturbed = None
             result = binding.run(original, *args, **kwargs)
             binding.undo_first_step()  # usual SAMs restore only weights that have a gradient
-            binding.let_through()
+            binding.decided()
             return result
     except BaseException:
         binding.flags.give_back()
@@ -149,6 +144,5 @@ def _ready(binding: Any, decide: bool = True) -> Overflowed:
 
 
 def _zero_if_asked(binding: Any, args: tuple, kwargs: dict) -> None:
-    """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

@@ -1,24 +1,35 @@
-"""What happens in a training loop, as plain facts for observers (``hints``). Built only while somebody listens."""
+"""What happens in a training loop: as plain facts for observers (``hints``), and skipped steps in the log.
+
+Facts are built only while somebody listens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ampctx._collectives import is_distributed
 from ampctx._compiling import outside_of_graphs
+from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits
+
+logger = logging.getLogger("ampctx")
 
 
 class RunFacts(NamedTuple):
-    """An ``initialize``. ``moves``: for each loss id, whether its scale changes. ``warn`` logs a text once."""
+    """An ``initialize``. ``moves``: for each loss id, whether its scale changes. ``say`` logs each kind once."""
 
     optimizers: list[Any]
     names: ParameterNames
     moves: list[bool]
-    warn: Callable[[str], None]
+    say: Callable[[str, str], None]
 
 
 class BlockFacts(NamedTuple):
@@ -46,11 +57,10 @@ class StepFacts(NamedTuple):
 class Events:
     """The listeners of each event of one session.
 
-    entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step,
-    or each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
+    entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step, or
+    each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
     scale overflowed: (scale, min_scale, skipped steps of the optimizer, all its steps). dropped: (optimizer, names of
-    parameters that joined it with a gradient of unknown scale, which is gone).
-    """
+    parameters that joined it with a gradient of unknown scale, which is gone)."""
 
     entered: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     left: list[Callable[[BlockFacts], None]] = field(default_factory=list)
@@ -63,3 +73,56 @@ class Events:
 def tell(listeners: list[Callable[..., None]], *facts: Any) -> None:
     for listener in tuple(listeners):  # one may take itself off
         listener(*facts)
+
+
+def is_rank_zero() -> bool:
+    return not is_distributed() or torch.distributed.get_rank() == 0
+
+
+class SkipLog:
+    """Logs skipped steps and warnings, on rank 0. ``deferred``: scales that a later block updates."""
+
+    def __init__(self, deferred: Container[LossScale], events: Events) -> None:
+        self.verbosity, self._deferred, self._events = 1, deferred, events
+        self._explained_skips, self.said = False, set[str]()
+
+    def say(self, kind: str, message: str) -> None:
+        """Logs a message, if it is the first of its kind in a run."""
+        if kind not in self.said:
+            self.said.add(kind)
+            if self.verbosity > 0 and is_rank_zero():
+                logger.warning(message)
+
+    def report(
+        self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int
+    ) -> None:
+        """Logs skipped steps, and tells observers, when the host learns of them. ``before``, ``skipped``: the number of
+        skips at the last report and now. ``losses``: those that overflowed, with the scale's value then."""
+        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
+        if skipped <= 8 or skipped.bit_length() != before.bit_length():
+            self._log(skipped, losses, culprits)
+        for _, scale, value in losses if self._events.skipped else ():
+            if scale.moves:
+                tell(self._events.skipped, value, scale.min_scale, skipped, steps)
+
+    def _log(self, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits) -> None:
+        if self.verbosity <= 0 or not is_rank_zero():
+            return
+        for loss_id, scale, value in losses:
+            course = f"loss scaler {loss_id} reducing loss scale to {value}"
+            if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
+                course = f"the loss scale stays at {value} for now"
+            elif not scale.moves:
+                course = f"the loss scale stays at {value}"
+            logger.warning("Gradient overflow.  Skipping step, %s", course)
+        if culprits and (skipped > 8 or not self._explained_skips):
+            logger.warning("ampctx: non-finite gradients: %s", listed(culprits))
+        if not self._explained_skips:
+            self._explained_skips = True
+            logger.warning(
+                "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
+                "If skips go on, check that each iteration calls optimizer.zero_grad(), and look for inf or nan in the "
+                "model or its input. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
+            )
+        elif skipped > 8:
+            logger.warning("ampctx: %d steps skipped so far", skipped)

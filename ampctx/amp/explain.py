@@ -62,7 +62,7 @@ class Explanation:
     Attributes:
         rows: the calls of each op in each dtype, in the order of the first call.
         casts: the casts, the most bytes first.
-        hints: sentences on possible costs of speed; empty if there are none.
+        hints: sentences on possible costs of speed.
     """
 
     rows: list[OpCount]
@@ -110,7 +110,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     The forward runs with the current settings: opt level, train or eval mode, and any ``torch.autocast``,
     ``torch.no_grad`` or ``amp.disable_casts`` block around the call. Compiled code runs op by op. There is no backward;
     its ops would use the dtypes of the forward. One rank may call it alone: it runs the module inside
-    DistributedDataParallel and DataParallel.
+    DistributedDataParallel and DataParallel. Host syncs: those of the forward, and of saving the generators.
 
     Nothing changes, even if the forward raises: ``explain`` restores weights, buffers, gradients, random number
     generators (torch, Python, NumPy) and attributes of the modules, and passes copies of tensor arguments. It needs
@@ -127,8 +127,6 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         AmpTypeError: ``model`` is no module.
         AmpError: a lazy parameter has no values before the first forward.
-
-    Host syncs: those of the forward, and of saving the generators.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
@@ -220,18 +218,16 @@ class _Recorder(TorchDispatchMode):
         self._weights = {each.data_ptr(): name for name, each in reversed(named) if each is not None}
         self._names = {module: name for name, module in model.named_modules()}
         self._path: list[nn.Module] = []
-        self._ops: Counter[tuple[str, str]] = Counter()
         # Calls and bytes, by dtypes. Casts of a part of a weight, by name, address and shape.
-        self._casts: dict[tuple[str, str], list[int]] = {}
-        self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
+        self._ops, self._casts = Counter[tuple[str, str]](), dict[tuple[str, str], list[int]]()
+        self._weight_casts = Counter[tuple[str, int, torch.Size]]()
         self._hints = {text: Counter[str]() for text in (_MISFITS, _AGAIN, _FP32_PRODUCTS, _FP64_OPS)}
 
     def enter(self, module: nn.Module, *_: Any) -> None:
         self._path.append(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        # If another hook raised before ``enter``, there is nothing to leave.
-        if self._path[-1:] == [module]:
+        if self._path[-1:] == [module]:  # else another hook raised before ``enter``
             self._path.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
@@ -250,9 +246,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
         operands = [t for t in tensors_in(args, dict(kwargs)) if t.is_floating_point() or t.is_complex()]
-        if (
-            not operands or op in _BOOKKEEPING or (result is not None and not tensors_in((result,), {}))
-        ):  # a size or a number
+        is_number = result is not None and not tensors_in((result,), {})
+        if not operands or op in _BOOKKEEPING or is_number:
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
@@ -260,8 +255,7 @@ class _Recorder(TorchDispatchMode):
                 cast = self._casts.setdefault((_name(source.dtype), _name(target.dtype)), [0, 0])
                 cast[:] = cast[0] + 1, cast[1] + source.numel() * (source.itemsize + target.itemsize)
                 if (storage := _storage(source)) is not None and storage.data_ptr() in self._weights:
-                    name = self._weights[storage.data_ptr()]
-                    part = name, source.data_ptr(), source.shape
+                    part = name, _, _ = self._weights[storage.data_ptr()], source.data_ptr(), source.shape
                     self._weight_casts[part] += 1
                     if (n := self._weight_casts[part]) > 1:
                         self._hints[_AGAIN][name] = max(n, self._hints[_AGAIN][name])
@@ -281,11 +275,11 @@ class _Recorder(TorchDispatchMode):
     def explanation(self) -> Explanation:
         ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
-        found = {
-            text: [call + (f" {n} times" if n > 1 else "") for call, n in calls.items()]
+        hints = [
+            f"{text}: {listed([call + (f' {n} times' if n > 1 else '') for call, n in calls.items()])}"
             for text, calls in self._hints.items()
-        }
-        hints = [f"{text}: {listed(calls)}" for text, calls in found.items() if calls]
+            if calls
+        ]
         return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
 from ampctx.kernels.sharding import local, reshard_units
 from ampctx.weights.store import STORES
@@ -19,20 +17,20 @@ from ampctx.weights.store import STORES
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def masters_of(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
+def _masters_of(session: Any) -> dict[Tensor, Tensor]:
     """Model parameter -> amp's fp32 master of it, resynced from the model. No host sync."""
     result: dict[Tensor, Tensor] = {}
-    for binding in bindings:
+    for binding in session._bindings.values():
         binding.follow_groups()
         binding.masters.resync()
         result.update(binding.masters.pairs)
     return result
 
 
-def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
+def _kept_by_optimizers(session: Any) -> dict[Tensor, Tensor]:
     """Model parameter -> a copy of the master that its optimizer keeps, from ``param_groups_master`` as in apex."""
     result: dict[Tensor, Tensor] = {}
-    for optimizer in (binding.optimizer for binding in bindings):
+    for optimizer in session._bindings:
         for group, shown in zip(optimizer.param_groups, getattr(optimizer, "param_groups_master", ()), strict=False):
             for p, master in zip(group["params"], shown["params"], strict=True):
                 if master is not None and p.dtype in LOW_PRECISION:
@@ -47,27 +45,34 @@ def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Te
 class _Shown(nn.Module):
     """``functional_call`` of this module gives a state dict with other tensors in the places of the parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self) -> dict[str, Any]:
-        return self.model.state_dict()
+        return self.get_submodule("model").state_dict()
 
 
 @torch.no_grad()
-def master_state_dict(model: nn.Module, bindings: list[OptimizerBinding], dtype: torch.dtype) -> dict[str, Any]:
-    """``model.state_dict()`` with master weights, as copies. See ``AmpSession.master_state_dict``."""
+def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
+
+    Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share one share its
+    copy. Includes masters in the state of an optimizer (``FusedAdam(master_weights=True)``) that went through
+    ``initialize``. A weight without master is exported itself.
+
+    Args:
+        model: a model that went through ``initialize``, a wrapper around it or a part of it.
+        dtype: of the floating entries, buffers included; float32 by default. With float32, float64 entries stay.
+
+    Raises:
+        AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
+    """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"master_state_dict: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(dtype, torch.dtype) or dtype not in _CAST:
         raise AmpTypeError(f"master_state_dict: dtype is {dtype!r}, expected one of {', '.join(map(str, _CAST))}")
     reshard_units(model)
-    masters = {**_kept_by_optimizers(bindings), **masters_of(bindings)}
-    shown = _Shown(model)
-    # All names of a tied weight: functional_call requires that they agree.
+    masters = {**_kept_by_optimizers(session), **_masters_of(session)}
+    (shown := _Shown()).model = model
+    # All names of a tied weight, on which functional_call insists. The user's hooks treat masters as weights.
     values = {n: masters[p] for n, p in shown.named_parameters(remove_duplicate=False) if p in masters}
-    # The masters stand in for the weights, so that the user's hooks treat them as weights.
     state = torch.func.functional_call(shown, values, ())
     # Keys that share a tensor share its copy, as in the state dict itself.
     copies: dict[tuple[Any, ...], Tensor] = {}
@@ -87,30 +92,36 @@ def master_state_dict(model: nn.Module, bindings: list[OptimizerBinding], dtype:
 
 
 @torch.no_grad()
-def master_model(model: nn.Module, bindings: list[OptimizerBinding]) -> nn.Module:
-    """A copy of the modules over the masters and the model's own buffers. See ``AmpSession.master_model``."""
+def master_model(session: Any, model: nn.Module) -> nn.Module:
+    """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
+
+    The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it to
+    ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make it again
+    after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next block, step or
+    call of this. No host sync.
+
+    Args:
+        model: a module that went through ``initialize``, or a part of it. The copy has its class.
+
+    Raises:
+        AmpTypeError: ``model`` is no module.
+        AmpError: a master is in the optimizer's own state (its option ``master_weights``).
+    """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"master_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    kept = _kept_by_optimizers(bindings)
+    kept = _kept_by_optimizers(session)
     if name := next((n for n, p in model.named_parameters() if p in kept), None):
         raise AmpError(
             f"master_model: the master weight of {name} is in the optimizer's state (its option master_weights), and "
             "a module cannot hold it. Use amp.master_state_dict(), or let amp keep masters (O2 or O5)."
         )
-    masters = masters_of(bindings)
+    masters = _masters_of(session)
     memo: dict[int, Any] = {id(p): masters.get(p, p) for p in model.parameters()}
     memo |= {id(b): b for b in model.buffers()}
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         # Private in torch: a hook is removed by its handle, and a copy has no handles.
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
+        for hooks in [d for name, d in vars(module).items() if name.endswith("_hooks") and isinstance(d, dict)]:
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "hook", hook), ModelHook):  # torch wraps pre-hooks of load_state_dict
                     del hooks[key]

@@ -24,7 +24,7 @@ from ampctx.kernels.sharding import is_fully_sharded
 
 
 def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None = torch.float32) -> Any:
-    """Makes the policy of an opt level for torch's ``fully_shard``. No host sync.
+    """Makes the ``MixedPrecisionPolicy`` of an opt level for torch's ``fully_shard``. No host sync.
 
     Example::
 
@@ -33,9 +33,6 @@ def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None =
     Args:
         opt_level: "O2" casts parameters and inputs to fp16, "O5" to bf16. "O0", "O1" and "O4" cast none.
         reduce_dtype: the floating dtype in which ranks sum gradients at "O2" and "O5". None: torch's choice.
-
-    Returns:
-        A ``torch.distributed.fsdp.MixedPrecisionPolicy``.
 
     Raises:
         AmpValueError: an unknown level, or "O3", which keeps no fp32 weights.
@@ -67,7 +64,7 @@ def fully_shard(
     Args:
         model: a module with fp32 parameters. Changed in place.
         opt_level: the level to pass to ``amp.initialize``, any but "O3".
-        mesh: a ``DeviceMesh`` of one dimension, or of two for HSDP: (replicate, shard). None, the default: all ranks.
+        mesh: a ``DeviceMesh`` of one dimension, or of two for HSDP: (replicate, shard). None: all ranks.
         units: modules or module classes, one or several, to gather one at a time. The model itself is always a unit.
         keep_fp32: as in ``amp.initialize``. Pass the same there.
         reduce_dtype: see ``mixed_precision_policy``.
@@ -77,8 +74,8 @@ def fully_shard(
         The model. Collectives and host syncs: those of torch's ``fully_shard``.
 
     Raises:
-        AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
-        AmpError: the model is sharded already; torch 2.11 takes no parametrizations as units. Nothing has changed then.
+        AmpTypeError, AmpValueError, AmpError: an invalid argument; an entry that matches no module; the model is
+            sharded already; torch 2.11 takes no parametrizations as units. Nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -96,13 +93,13 @@ def fully_shard(
             name = (unit if is_class else type(unit)).__name__
             raise AmpValueError(f"fully_shard: units has a {name} that is no module of the model.")
         chosen |= found
-    kept: KeptModules | None = None
-    hand_over: set[nn.Module] = set()
+    stays, hand_over = set[nn.Module](), set[nn.Module]()
     if low is not None:
         kept = find_kept([model], level.keep_fp32)
         others = modules_in_fp32(model, True) - kept.modules
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
+        stays = hand_over | kept.modules
     from torch.distributed import fsdp
 
     # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may
@@ -111,9 +108,8 @@ def fully_shard(
     for module in sorted(inner_first, key=lambda m: not isinstance(m, ParametrizationList)):
         if is_fully_sharded(module):
             continue
-        in_fp32 = module in hand_over or (kept is not None and module in kept.modules)
         output = low if module in hand_over else None
-        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if in_fp32 else policy
+        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if module in stays else policy
         try:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
         except ValueError as error:
@@ -128,7 +124,6 @@ def fully_shard(
 
 
 def _low_dtype(opt_level: str) -> torch.dtype | None:
-    """The 16-bit dtype of the model at a level. None: its weights stay in fp32."""
     level = resolve(opt_level)
     if level.input_dtype not in LOW_PRECISION:
         return None
@@ -149,14 +144,13 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
 
 
 class Sharded(NamedTuple):
-    """What ``initialize`` does to a sharded model in place of casting it."""
+    """What ``initialize`` does to a sharded model in place of casting it. ``policy``: what units ``without`` one get.
+    ``kept``: fp32 modules that are units, and hand their outputs over in 16 bits. ``casts_outputs``: the policy of the
+    model itself has an ``output_dtype``; the level's comes after it."""
 
-    # What the units without a policy get.
     policy: Any
     without: list[Unit]
-    # fp32 modules that are units, and hand their outputs over in 16 bits.
     kept: list[nn.Module]
-    # Whether the policy of the model itself has an ``output_dtype``. The level's comes after it.
     casts_outputs: bool
 
     def apply(self, undo: ExitStack) -> None:
@@ -171,10 +165,8 @@ class Sharded(NamedTuple):
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
-    """Checks the units of a model against the level: AmpError names what does not fit. Changes nothing, no host sync.
-
-    None if the model has no units, or the level does not cast weights to 16 bits, or has to keep masters of none.
-    """
+    """Checks the units of a model against the level: AmpError names what does not fit. None if the model has no units,
+    or the level does not cast weights to 16 bits, or has to keep masters of none."""
     low = policy.input_dtype
     if low not in LOW_PRECISION:
         return None
@@ -229,8 +221,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
 
 def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
     """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
-    that keeps a parameter in fp32, by id. AmpError if the policy is of another level, two dtypes share the unit, or a
-    unit without policy has run."""
+    that keeps a parameter in fp32, by id. Refuses a policy of another level, two dtypes, and a run without policy."""
     floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]
@@ -288,7 +279,6 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any
 
 
 def _lines(wanted: Any) -> str:
-    """What to paste."""
     return (
         f"\n    policy = MixedPrecisionPolicy(param_dtype={wanted.param_dtype}, reduce_dtype={wanted.reduce_dtype})"
         "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit\n"

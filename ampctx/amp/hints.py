@@ -11,24 +11,18 @@ from torch import Tensor
 
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
-from ampctx.casts.arguments import Undo
 
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
 ENOUGH_STEPS = 100
 
 
-def watch(events: Events, run: RunFacts) -> Undo:
-    """Starts the hints for the optimizers of one ``initialize``. Returns the undo."""
-    return Hints(events, run).leave
-
-
 class Hints:
-    """Listens to all events of its optimizers: to blocks and steps until each has made its first steps."""
+    """Listens to all events of the optimizers of one ``initialize``: to blocks and steps until each has made its first
+    steps. ``leave`` is the undo."""
 
     def __init__(self, events: Events, run: RunFacts) -> None:
-        self.names, self.moves, self.warn = run.names, run.moves, run.warn
-        self.said = set[str]()
+        self.names, self.moves, self.say = run.names, run.moves, run.say
         self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(run.optimizers, 0))
         self.is_start, self.until = True, FIRST_STEPS if len(run.moves) == 1 else ENOUGH_STEPS
         # The first optimizer of a block and its loss id, once a backward went through the scaled loss.
@@ -40,15 +34,9 @@ class Hints:
             heard.append(listener)
 
     def leave(self, *names: str) -> None:
-        """Stops to listen to these events, or to all."""
         for name, heard, listener in self.heard:
             if listener in heard and (name in names or not names):
                 heard.remove(listener)
-
-    def say(self, kind: str, text: str) -> None:
-        if kind not in self.said:
-            self.said.add(kind)
-            self.warn(text)
 
     def entered(self, block: BlockFacts) -> None:
         if not any(optimizer in self.steps for optimizer in block.optimizers):
@@ -154,9 +142,10 @@ class Hints:
 
     def dropped(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:
-            self.warn(
+            self.say(
+                f"dropped {names}",
                 f"{type(optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
-                "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward."
+                "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward.",
             )
 
 

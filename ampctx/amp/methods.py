@@ -1,4 +1,4 @@
-"""Replaces methods of an optimizer on the instance.
+"""Replaces methods of an optimizer on the instance, and tells who calls them.
 
 A replacement refers to the optimizer weakly. It has ``__func__``, because LR schedulers wrap
 ``optimizer.step.__func__``, before amp or after it.
@@ -7,8 +7,11 @@ A replacement refers to the optimizer weakly. It has ``__func__``, because LR sc
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +21,8 @@ from ampctx._errors import AmpError
 
 
 def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
-    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns the undo.
-
-    Nothing here refers to the optimizer strongly: its own method would keep it alive.
-    """
+    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns the undo. Nothing here refers to the
+    optimizer strongly: its own method would keep it alive."""
     former = vars(optimizer).get(name)
     of_class: Any = getattr(type(optimizer), name, None)
     # The class of a wrapper may lack the method: __getattr__ gives that of the optimizer inside.
@@ -74,9 +75,8 @@ class StepOfCopy:
 
 
 def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple:
-    """The ``__reduce_ex__`` value of an optimizer without the replaced methods, which belong to the original.
-
-    ``of_masters``: the optimizer if it has masters, else None. The ``step`` of its copy raises."""
+    """The ``__reduce_ex__`` value of an optimizer without the replaced methods. ``of_masters``: the optimizer if it has
+    masters, else None. The ``step`` of its copy raises."""
     function, arguments, state, *rest = reduced
     if isinstance(state, dict):
         kept = {name: former for name, former in formers.items() if name in state and former is not None}
@@ -84,11 +84,6 @@ def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple
         if of_masters is not None:
             state["step"] = StepOfCopy(type(of_masters).__name__)
     return function, arguments, state, *rest
-
-
-def is_bound(optimizer: Any) -> bool:
-    """Whether the optimizer is under amp in any session."""
-    return "__reduce_ex__" in vars(optimizer)
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
@@ -100,3 +95,32 @@ def weak_method(method: Any) -> Callable[..., Any]:
         return None if (owner := reference()) is None else function(owner, *args)
 
     return call
+
+
+# --- callers, of which no hook tells ----------------------------------------------------------------------------------
+
+# Its functions name parameters by the model, which lacks amp's masters. Where an optimizer has no state yet, they make
+# one by a step of zeros with lr=0, which is not a step of the run.
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+CHECKPOINT_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+# torch's function, its context managers, the wrappers of the replaced method, those of LR schedulers and our own.
+_DEPTH = 18
+
+
+def called_by(module: str = CHECKPOINT) -> bool:
+    """Whether a function of that module called the method that asks."""
+    return module in sys.modules and any(f.f_globals.get("__name__") == module for f in islice(_callers(), _DEPTH))
+
+
+def called_by_grad_scaler() -> bool:
+    """Whether an enabled scaler of torch is among the callers. It marks only fused optimizers, by attributes; of others
+    its frame is the one sign. A test guards the names in that frame."""
+    found = (f.f_locals.get("self") for f in _callers() if f.f_globals.get("__name__") == "torch.amp.grad_scaler")
+    return any(isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() for scaler in found)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,9 +1,9 @@
 """Errors for calls that would train on wrong numbers: return values taken for something else, a model under amp twice,
-a GradScaler over masters, scaled gradients that a block has left in another optimizer."""
+scaled gradients that a block has left in another optimizer, blocks in several threads, which would mix them up."""
 
 from __future__ import annotations
 
-import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -70,7 +70,6 @@ _under_amp: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.Wea
 
 
 def note_models(models: Iterable[nn.Module], session: Any) -> Undo:
-    """Marks models as under amp, until the undo."""
     modules = weakref.WeakSet(module for model in models for module in model.modules())
     _under_amp.update((module, weakref.ref(session)) for module in modules)
 
@@ -97,22 +96,6 @@ def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
             )
 
 
-# --- a GradScaler over masters ----------------------------------------------------------------------------------------
-
-
-def grad_scaler_calls() -> bool:
-    """Whether an enabled scaler of torch is among the callers. It marks only fused optimizers, by attributes; of others
-    its frame is the one sign. A test guards the names in that frame."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            scaler = frame.f_locals.get("self")
-            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-                return True
-        frame = frame.f_back
-    return False
-
-
 # --- blocks over the wrong optimizer ----------------------------------------------------------------------------------
 
 # So many gradients show that a block has reached an optimizer. Marking all would cost as much as unscaling them.
@@ -122,13 +105,12 @@ MARKS = 16
 class LeftGrads:
     """The scaled gradients that blocks over other optimizers have left in one optimizer's parameters without masters.
 
-    Gradients are known by identity and version, and held weakly. Reading one is a host sync: only on the way to an
-    error, or where a loop zeroes gradients through ``.data``, which versions do not count.
+    Known by identity and version, and held weakly. Reading one is a host sync: only on the way to an error, or where a
+    loop zeroes gradients through ``.data``, which versions do not count.
     """
 
     def __init__(self) -> None:
-        # The marked gradients, by id of the parameter.
-        self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of the parameter
         # Those that were there when a block of this optimizer began, which will add its own to them.
         self.joined: list[tuple[Tensor, Tensor]] = []
         self._blocks = 0
@@ -137,10 +119,8 @@ class LeftGrads:
         self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
-        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written.
-
-        With masters it drops them, as of 16-bit weights. It takes the ids of parameters that the block unscales.
-        """
+        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written,
+        but those of the given ids, which it unscales. With masters it drops them, as of 16-bit weights."""
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
 
@@ -161,7 +141,6 @@ class LeftGrads:
         return note
 
     def block_begins(self, params: list[Tensor], is_first: bool) -> None:
-        """A block of this optimizer begins. ``is_first``: no other block is open."""
         self._blocks += 1
         if is_first:
             self.joined = self._untouched(params) if self.marks else []
@@ -172,7 +151,6 @@ class LeftGrads:
         self._refuse(found, optimizer, names, "and this block would add its own to them")
 
     def step_begins(self, params: list[Tensor], optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
-        """Raises AmpError if the step would use scaled gradients."""
         self._refuse(self._untouched(params), optimizer, names, "and this step would use them as unscaled ones")
 
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -201,3 +179,52 @@ class LeftGrads:
 def _version(grad: Tensor | None) -> int | None:
     """None without a gradient, and for an inference tensor, which counts no versions."""
     return None if grad is None or grad.is_inference() else version_of(grad)
+
+
+# --- a session in several threads -------------------------------------------------------------------------------------
+
+
+class OwnThread:
+    """The threads of one session: the one that casts per op, and the one of the open ``scale_loss`` blocks."""
+
+    def __init__(self) -> None:
+        self._of_casts: threading.Thread | None = None
+        self._of_blocks: list[threading.Thread] = []
+
+    def claim_casts(self) -> None:
+        self._of_casts = threading.current_thread()
+
+    def check(self, name: str, casts_on: bool) -> None:
+        """Raises AmpError if active casts or an open block belong to another thread that is alive."""
+        here = threading.current_thread()
+        casts = self._of_casts
+        if casts_on and casts is not None and casts is not here and casts.is_alive():
+            raise AmpError(
+                f"amp.{name} was called in thread {here.name!r}, but amp.initialize switched on the casts of O1/O4 in "
+                f"thread {casts.name!r}. torch's autocast belongs to a thread. Call amp.initialize, amp.scale_loss and "
+                "amp.reset in the thread that trains. Forward passes may run in any thread."
+            )
+        blocks = next(iter(self._of_blocks), here)
+        if blocks is not here and blocks.is_alive():
+            raise AmpError(
+                f"amp.{name} was called in thread {here.name!r}, but a scale_loss block of the same session is open in "
+                f"thread {blocks.name!r}. ampctx cannot tell their gradients apart. Leave that block first, or give "
+                "each thread its own AmpSession."
+            )
+
+    def enter_block(self, casts_on: bool) -> None:
+        """Notes that a block begins in this thread. Raises like ``check``; call ``leave_block`` in any case."""
+        # No lock: an interrupt could leave it locked. If two threads come at once, the first one recorded stays.
+        here = threading.current_thread()
+        for thread in list(self._of_blocks):
+            if not thread.is_alive() and thread in self._of_blocks:
+                self._of_blocks.remove(thread)
+        self._of_blocks.append(here)
+        if self._of_blocks[0] is not here or (casts_on and self._of_casts is not here):
+            self.check("scale_loss", casts_on)
+
+    def leave_block(self) -> None:
+        # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
+        here, blocks = threading.current_thread(), self._of_blocks
+        for i in [i for i, thread in enumerate(blocks) if thread is here][-1:]:
+            del blocks[i]

@@ -29,10 +29,11 @@ from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx._saved import entry, typed
 from ampctx._version import __version__
-from ampctx.amp import ranks, torch_state
+from ampctx.amp import ranks
 from ampctx.amp import state as amp_state
+from ampctx.amp.events import is_rank_zero
+from ampctx.amp.methods import CHECKPOINT_SAVER, called_by
 from ampctx.amp.setup import as_list, is_optimizer
-from ampctx.amp.skip_log import is_rank_zero
 from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
@@ -42,7 +43,7 @@ from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
 from ampctx.optimizers.split_masters import SplitMasters
-from ampctx.scaling.formats import KEY, plain
+from ampctx.scaling.loss_scale import KEY, plain
 from ampctx.weights.store import EXTRAS, STORES, joined
 
 logger = logging.getLogger("ampctx")
@@ -55,15 +56,38 @@ _FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP)
 
 
 @torch.no_grad()
-def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, to_cpu: bool) -> State:
+def get_state_dict(
+    session: Any, model: nn.Module, optimizers: Any, *, full_state_dict: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
+
+    The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and fp32
+    shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them before the
+    next step. Call it on every rank.
+
+    ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is an
+    fp32 master. "optim" has step and moments by name, for parameters without state those that a first step makes.
+    "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
+
+    Args:
+        model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
+        optimizers: one optimizer or a list.
+        full_state_dict: whole tensors on every rank, in place of DTensors. A collective call.
+        cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
+
+    Raises:
+        AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through it; a
+            parameter that the model does not hold; inside a scale_loss block, or between SAM's ``first_step`` and
+            ``second_step``; an optimizer that needs a closure and has not stepped.
+    """
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
-    if not (full or to_cpu):
+    if not (full_state_dict or cpu_offload):
         return tree
-    keep = is_rank_zero() or not (full and to_cpu)
+    keep = is_rank_zero() or not (full_state_dict and cpu_offload)
 
     def whole(t: Any) -> Tensor | None:
-        t = t.full_tensor() if full and is_sharded(t) else t  # every rank takes part
-        return (t.cpu() if to_cpu else t) if keep else None
+        t = t.full_tensor() if full_state_dict and is_sharded(t) else t  # every rank takes part
+        return (t.cpu() if cpu_offload else t) if keep else None
 
     result = map_leaves(tree, whole, False)
     return result if keep else {}
@@ -71,13 +95,36 @@ def get_state_dict(session: Any, model: nn.Module, optimizers: Any, full: bool, 
 
 @autocast_off()
 @torch.no_grad()
-def set_state_dict(session: Any, model: nn.Module, optimizers: Any, tree: Any, other_level: bool, group: Any) -> None:
-    check_process_group(group)
+def set_state_dict(
+    session: Any,
+    model: nn.Module,
+    optimizers: Any,
+    state_dict: dict[str, Any],
+    *,
+    allow_level_change: bool = False,
+    process_group: Any = None,
+) -> None:
+    """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
+
+    An invalid one raises, and nothing has changed. Exact between masters of ``initialize``, ``master_weights=True``,
+    "split" and fp32 shards, and from the others into these. Into 16-bit parameters without a master (``write_back``)
+    weights are rounded, with a warning. Gradients that wait for a step are dropped. No ``on_step`` hook is called.
+
+    Args:
+        model, optimizers: as in ``get_state_dict``, after ``initialize``.
+        state_dict: the dict, with DTensors or whole tensors.
+        allow_level_change: accept the state of another ``opt_level``. Loss scales load where both are dynamic.
+        process_group: as in ``load_state_dict``.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit; another level.
+        AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
+    """
+    check_process_group(process_group)
     run = _NamedRun(session, model, optimizers, "amp.set_state_dict")
-    for load in run.loaders(tree, other_level):
+    for load in run.loaders(state_dict, allow_level_change):
         load()
-    if group is not None:
-        ranks.check(ranks.of_scales(session.loss_scales), group, run.call)
+    ranks.check_scales(session, process_group, run.call)
 
 
 class Stateful:
@@ -89,19 +136,33 @@ class Stateful:
     def state_dict(self) -> State:
         """The tensors of the run for ``dcp.save``, else copies: ``dcp.load`` writes into them before it may fail."""
         tree: State = self._session.get_state_dict(*self._of)
-        return tree if torch_state.is_calling(torch_state.SAVER) else map_leaves(tree, Tensor.clone, False)
+        return tree if called_by(CHECKPOINT_SAVER) else map_leaves(tree, Tensor.clone, False)
 
     def load_state_dict(self, state_dict: State) -> None:
         self._session.set_state_dict(*self._of, state_dict, **self._options)
 
 
-class _Member(NamedTuple):
-    """A parameter that an optimizer steps."""
+def stateful(session: Any, model: nn.Module, optimizers: Any, **options: Any) -> Stateful:
+    """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
 
-    # In the optimizer's state dict, and in the model's: a tied one has several names, and its state goes by the first.
+    ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that one
+    that fails changes nothing; they take the memory of the state once more. Its ``state_dict()`` and
+    ``load_state_dict(state)`` are ``get_state_dict`` and ``set_state_dict`` of these; but for ``dcp.save`` the first
+    returns copies. ``amp.Stateful`` is this method of the default session.
+
+    Args:
+        model, optimizers: as in ``get_state_dict``.
+        options: keyword arguments of ``set_state_dict``.
+    """
+    return Stateful(session, model, optimizers, options)
+
+
+class _Member(NamedTuple):
+    """A parameter that an optimizer steps. ``key``: in its state dict. ``names``: in the model's; the state of a tied
+    one goes by the first. ``member``: in its group, where a master may have its place."""
+
     key: Any
     names: list[str]
-    # As in its group, where a master has the place of its parameter.
     member: Tensor
     p: Tensor
     group: Mapping[str, Any]
@@ -119,9 +180,8 @@ class _NamedRun:
         self.session, self.model, self.call = session, model, call
         self.on = amp_state.policy_of(session, call).enabled
         if not isinstance(model, nn.Module):
-            raise AmpTypeError(
-                f"{call}: model must be a torch.nn.Module, got {type(model).__name__}: several in one nn.ModuleDict."
-            )
+            given = type(model).__name__
+            raise AmpTypeError(f"{call}: model must be a torch.nn.Module, got {given}: several in one nn.ModuleDict.")
         reshard_units(model)
         self.params = _names_of(model)
         names = defaultdict[int, list[str]](list)
@@ -173,7 +233,6 @@ class _NamedRun:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(self) -> State:
-        """The tree, with tensors of the run."""
         amp = amp_state.saved(self.session, self.bindings, self.call) if self.on else {}
         for optimizer, members in self.optimizers:
             if any(m.layout in EXTRAS for m in members):
@@ -193,17 +252,15 @@ class _NamedRun:
                     compensation[m.name] = state["compensation"]
             if members:
                 of_amp = amp["optimizers"][number] if amp else {}
-                names = iter(members)
+                names, groups = iter(members), []
+                for group in optimizer.param_groups:
+                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                    params = [next(names).name for _ in group["params"]]
+                    groups.append(map_leaves(options, plain, False) | {"params": params})
                 facts = {
                     "format": FORMAT,
                     "type": type(optimizer).__name__,
-                    "groups": [
-                        map_leaves(
-                            {k: v for k, v in group.items() if k != "param_names"} | {"params": ()}, plain, False
-                        )
-                        | {"params": [next(names).name for _ in group["params"]]}
-                        for group in optimizer.param_groups
-                    ],
+                    "groups": groups,
                     "layout": {m.name: m.layout for m in members},
                     "without_state": self._without_state(members, without_state),
                     **{key: of_amp[key] for key in _OF_AMP if key in of_amp},
@@ -213,12 +270,8 @@ class _NamedRun:
         if compensation:
             tree["compensation"] = compensation
         if amp:
-            tree["amp"] = {
-                "opt_level": amp["opt_level"],
-                "torch": str(torch.__version__),
-                "ampctx": __version__,
-                "deferred": tuple(amp["deferred"].items()),
-            }
+            versions = {"torch": str(torch.__version__), "ampctx": __version__}
+            tree["amp"] = {"opt_level": amp["opt_level"], **versions, "deferred": tuple(amp["deferred"].items())}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
                 numbers = {key: torch.tensor(n, dtype=wide[type(n)]) for key, n in scale.state_dict().items()}
@@ -238,11 +291,8 @@ class _NamedRun:
         return [name for name in here if name in found]
 
     def _states(self, optimizer: Any, members: list[_Member]) -> Iterator[tuple[_Member, State, bool]]:
-        """The state of each parameter, and whether it is made up, which it is where a trainable one has none.
-
-        The keys of a tree must not depend on the steps that were taken: torch.distributed.checkpoint loads into a tree
-        of the run that resumes, which has taken none.
-        """
+        """The state of each parameter, and whether it is made up, which it is where a trainable one has none: keys must
+        not depend on the steps that were taken, because torch loads into a tree of the run that resumes."""
         found = optimizer.state_dict()["state"]
         if unknown := found.keys() - {m.key for m in members}:
             raise AmpError(
@@ -256,8 +306,7 @@ class _NamedRun:
                 try:
                     state = {**_first_state_of(optimizer, m.group, m.member), **state}
                 except Exception as error:
-                    # LBFGS keeps the state of all parameters with the first one.
-                    if not found:
+                    if not found:  # LBFGS keeps the state of all parameters with the first one
                         raise AmpError(
                             f"{self.call}: {type(optimizer).__name__} does not show which state it keeps: a step "
                             f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first."
@@ -267,11 +316,6 @@ class _NamedRun:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def loaders(self, tree: Any, other_level: bool) -> list[Loader]:
-        """Checks a tree against the run. Returns functions that load it, in order.
-
-        Raises:
-            AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by its key. Nothing has changed then.
-        """
         typed(tree, dict, "state_dict")
         for key in ("model", "optim", "optimizers", *(["amp"] if self.on else [])):
             if key not in tree:
@@ -311,11 +355,10 @@ class _NamedRun:
         """The entries of the model, laid out as in the run."""
         here = self._model_state()
         if differ := [name for name in (*here, *given) if name not in given or name not in here]:
-            is_lost = differ[0] in here
+            no, why = ("no ", "which the model has here") if differ[0] in here else ("", "and the model here has not")
             raise AmpKeyError(
-                f'state_dict["model"] has {"no " if is_lost else ""}"{differ[0]}", '
-                f"{'which the model has here' if is_lost else 'and the model here has not'}. Build the model of the "
-                "run that was saved, or edit the dict."
+                f'state_dict["model"] has {no}"{differ[0]}", {why}. Build the model of the run that was saved, or edit '
+                "the dict."
             )
         placed = dict(given)
         for name, like in here.items():
@@ -328,9 +371,8 @@ class _NamedRun:
         """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
         states: State = {}
         for m, expected, _ in self._states(optimizer, members):
-            state: State = {}
-            if saved[m.name].has_state:
-                state = self._checked_state(m, tree["optim"], _moments_of(expected))
+            moments = _moments_of(expected)
+            state = self._checked_state(m, tree["optim"], moments) if saved[m.name].has_state else {}
             if m.layout in EXTRAS:
                 rest = tree.get("compensation", {}).get(m.name) if saved[m.name].layout == "kahan" else None
                 if rest is not None:
@@ -339,16 +381,12 @@ class _NamedRun:
                 exact = tree["model"][m.name].float()
                 weight, state[EXTRAS[m.layout]] = STORES[m.layout].divided(exact, m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
-            if state:
-                # The fused optimizers copy what they load; torch's would share it with the tree.
-                states[m.key] = (
-                    state if isinstance(optimizer, FusedOptimizer) else map_leaves(state, Tensor.clone, False)
-                )
-        here, names = optimizer.state_dict(), iter(members)
-        groups = [
-            {**group, **_options([next(names).name for _ in group["params"]], saved, actual)}
-            for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True)
-        ]
+            if state:  # the fused optimizers copy what they load; torch's would share it with the tree
+                is_copied = isinstance(optimizer, FusedOptimizer)
+                states[m.key] = state if is_copied else map_leaves(state, Tensor.clone, False)
+        here, names, groups = optimizer.state_dict(), iter(members), []
+        for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True):
+            groups.append({**group, **_options([next(names).name for _ in group["params"]], saved, actual)})
         return {**here, "state": states, "param_groups": groups}
 
     def _checked_state(self, m: _Member, optim: Mapping[str, Any], expected: State) -> State:
@@ -389,14 +427,11 @@ class _NamedRun:
             kept = {f"{KEY}{i}": scale for i, scale in enumerate(self.session.loss_scales)}
             move = [key for key, scale in kept.items() if scale.moves and key in scales and scales[key].get("dynamic")]
             scales = {key: scales[key] if key in move else scale.state_dict() for key, scale in kept.items()}
-        optimizers = [
-            {
-                **(saved[members[0].name].of_amp if members else {}),
-                "params": len(members),
-                "masters": {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"},
-            }
-            for _, members in self.optimizers
-        ]
+        optimizers = []
+        for _, members in self.optimizers:
+            masters = {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"}
+            of_amp = saved[members[0].name].of_amp if members else {}
+            optimizers.append({**of_amp, "params": len(members), "masters": masters})
         deferred = dict(entry(given, "deferred", tuple, 'state_dict["amp"]'))
         of_run = {"opt_level": level, "deferred": deferred, "optimizers": optimizers}
         return amp_state.loaders(self.session, {**scales, **of_run}, self.bindings, self.call)
@@ -406,8 +441,7 @@ class _NamedRun:
 
         with ExitStack() as undo:
             for (optimizer, _), checkpoint in zip(self.optimizers, checkpoints, strict=True):
-                # Loading puts new objects in the places of these. It may refuse values, and then an optimizer that has
-                # loaded takes them back.
+                # Loading replaces these. Where a later one refuses values, an optimizer takes them back.
                 former = {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 optimizer.load_state_dict(checkpoint)
                 undo.callback(getattr(optimizer, "__setstate__", vars(optimizer).update), former)
@@ -433,8 +467,7 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         where = f'state_dict["optimizers"]["{first}"]'
         if not isinstance(value, tuple | list) or len(value) != 1:
             raise AmpTypeError(f"{where} must be a tuple of one dict, got {type(value).__name__}")
-        facts = value[0]
-        typed(facts, dict, f"{where}[0]")
+        typed(facts := value[0], dict, f"{where}[0]")
         check_format(facts, f"{where}[0]", _FACTS)
         layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
         of_amp = {key: facts[key] for key in _OF_AMP if key in facts}
@@ -446,7 +479,7 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
 
 
 def _options(names: list[str], saved: _Facts, here: Mapping[str, Any]) -> State:
-    """The options of a group with these parameters. Tensors where ``here`` has them."""
+    """The options of a group with these parameters, as tensors where ``here`` has them."""
     options = dict(saved[names[0]].options) if names else {}
     for name in names[1:]:
         for key, value in saved[name].options.items():
@@ -476,8 +509,8 @@ def _moments_of(state: State) -> State:
 
 
 def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
-    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros,
-    so that weights and state of the run stay as they are. It raises where one needs more, say."""
+    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros.
+    It raises where one needs more, say."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.first_state(member, dict(group))
     if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:

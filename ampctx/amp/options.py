@@ -22,14 +22,12 @@ class PrecisionPolicy:
         enabled: False if amp does nothing.
         opt_level: "O0" to "O5".
         cast_model_type: dtype of the model's weights and inputs. False or None casts nothing.
-        patch_torch_functions: whether autocast casts each op (O1, O4).
-        patch_torch_functions_type: the 16-bit dtype of these casts.
+        patch_torch_functions: whether autocast casts each op (O1, O4), to ``patch_torch_functions_type``.
         keep_batchnorm_fp32: whether BatchNorm stays in fp32 when the model is cast.
         master_weights: whether the optimizer steps fp32 copies of 16-bit weights, or "split".
         loss_scale: "dynamic" or a number.
         cast_model_outputs: dtype of the model's floating outputs.
-        keep_fp32: modules that compute in fp32.
-        ops_fp32: functions that do.
+        keep_fp32, ops_fp32: modules and functions that compute in fp32.
     """
 
     enabled: bool
@@ -89,13 +87,8 @@ BRIEFS = {
 
 
 def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
-    """Applies arguments of ``initialize`` to the policy of an opt level. None overrides nothing. No host sync.
-
-    Raises:
-        AmpValueError: an unknown level, or a value that the level or the option does not accept. It is a RuntimeError
-            and a ValueError; apex raised RuntimeError, and AssertionError for keep_batchnorm_fp32.
-        AmpTypeError: a value of the wrong type, or an option that does not exist.
-    """
+    """Applies arguments of ``initialize`` to the policy of an opt level. None overrides nothing. AmpValueError and
+    AmpTypeError for what the level or the option does not accept."""
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise AmpValueError(
             f"Unexpected optimization level {opt_level!r}. Expected one of {', '.join(map(repr, OPT_LEVELS))}: the "

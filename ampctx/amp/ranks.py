@@ -33,8 +33,22 @@ class Fact(NamedTuple):
         return int.from_bytes(hashlib.blake2b(repr(self.value).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def check_ranks(session: Any, group: Any, same_parameters: bool) -> None:
-    """See ``AmpSession.check_ranks``."""
+def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True) -> None:
+    """Checks that all ranks of a group have the same loss scales, levels, parameters and masters. Host sync.
+
+    Call it on every rank, between steps: after loading a checkpoint, or now and then. It is one all_reduce of 144
+    bytes, and reads every parameter once. Without torch.distributed it does nothing.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``. None: the default group.
+        same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
+            where ranks hold different parts of a model. Values of DTensors are never compared.
+
+    Raises:
+        AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
+        AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
+        AmpError: before ``initialize``.
+    """
     check_process_group(group, "group")
     if session.policy is None:
         raise AmpError("amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank.")
@@ -50,13 +64,17 @@ def check_ranks(session: Any, group: Any, same_parameters: bool) -> None:
     check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
 
 
+def check_scales(session: Any, group: Any, call: str) -> None:
+    if group is not None:
+        check(of_scales(session.loss_scales), group, call)
+
+
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
     """What all ranks that skip together have in common. Host sync."""
-    states = [scale.state_dict() for scale in loss_scales]
-    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in zip(states, loss_scales, strict=True)]
+    states = [(scale.state_dict(), scale) for scale in loss_scales]
+    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in states]
     shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
-    # Nothing depends on the count of a scale that stays.
-    counts = [state for state, scale in zip(states, loss_scales, strict=True) if scale.moves]
+    counts = [state for state, scale in states if scale.moves]  # nothing depends on that of a scale that stays
     return [
         Fact("loss scales", scales, _listed(shown)),
         Fact("counts of clean steps", counts, _listed(count["unskipped"] for count in counts)),
@@ -69,16 +87,13 @@ def of_level(policy: PrecisionPolicy) -> Fact:
 
 
 def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:
-    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model.
-
-    The values of DTensors are left out: each rank has its own part.
-    """
+    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model."""
     for binding in bindings:
         if binding.gradients.is_idle:
             binding.refresh()
     names = [name for binding in bindings for name in binding.names()]
     params = [p for binding in bindings for p in binding.model_params()]
-    stepped = [p for binding in bindings for group in binding.optimizer.param_groups for p in group["params"]]
+    stepped = [p for binding in bindings for p in binding.params()]
     options = {field.name: getattr(policy, field.name) for field in fields(policy)}
     options["ops_fp32"] = sorted(policy.ops_fp32)  # may come from a set, whose order differs between processes
     types = [type(binding.optimizer).__name__ for binding in bindings]
@@ -103,27 +118,22 @@ def _checksums(params: Iterable[Tensor]) -> list[int]:
     """A sum of the bits of each parameter, exact in any order. One host sync for each device."""
     sums: dict[torch.device, list[Tensor]] = {}
     for p in params:
-        if p.layout != torch.strided or p.is_meta or is_sharded(p):
-            continue
-        real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-        bits = real.view(_BITS[real.element_size()])
-        sums.setdefault(p.device, []).append(bits.sum(dtype=torch.int64))
+        if p.layout == torch.strided and not p.is_meta and not is_sharded(p):  # of these each rank has its own part
+            real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+            bits = real.view(_BITS[real.element_size()])
+            sums.setdefault(p.device, []).append(bits.sum(dtype=torch.int64))
     return [number for of_device in sums.values() for number in torch.stack(of_device).tolist()]
 
 
 def check(facts: Sequence[Fact], group: Any, call: str) -> None:
-    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync.
-
-    Raises:
-        AmpRankError: on every rank, by what differs; or another rank has left the call out.
-    """
+    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync. Raises
+    AmpRankError on every rank, by what differs; or where another rank has left the call out."""
     if group.size() == 1:
         return
     digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64)
     has = f"{facts[0].what}: {facts[0].shown}"
     highest, lowest = maximum_over_ranks(torch.stack((digests, -digests)), [group], call, has).tolist()
-    differ = [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
-    if differ:
+    if differ := [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]:
         raise AmpRankError(
             f"{call}: {' and '.join(fact.what for fact in differ)} differ between ranks. This is {ranks_of(group)}, "
             f"and has {'; '.join(f'{fact.what}: {fact.shown}' for fact in differ)}. Initialize every rank alike, and "

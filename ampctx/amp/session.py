@@ -13,7 +13,6 @@ What it makes true of a training loop::
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
@@ -29,27 +28,24 @@ from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, split_weights, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, tell
+from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, is_rank_zero, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import PrecisionPolicy, banner, resolve
 from ampctx.amp.setup import finalizer, is_optimizer
-from ampctx.amp.skip_log import SkipLog, is_rank_zero
 from ampctx.amp.step import OptimizerBinding
-from ampctx.amp.threads import OwnThread
 from ampctx.casts import casting
 from ampctx.casts.arguments import Undo
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.fp32_ops import install_fp32_ops, op_names
 from ampctx.casts.functions import FunctionCasts
-from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
+from ampctx.casts.kept_modules import find_kept, install_without_casts
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
-from ampctx.scaling.outcome import DEFAULT_LENGTH, History, StepHistory, StepOutcome
-from ampctx.scaling.step_record import StepRecord
+from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
 from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
 
@@ -92,15 +88,14 @@ class AmpSession:
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
-    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints.watch``.
+    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
     watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
 
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
         self.loss_scales: list[LossScale] = []
         self.allow_incoming_model_not_fp32 = False
-        # ``initialize`` calls these last, with the optimizers that it bound. Each returns an undo, which ``reset`` runs
-        # before the other undos of that call.
+        # ``initialize`` calls these last, with the optimizers that it bound. They return an undo, the first to run.
         self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         # Flags of blocks that left the update of their scale to a later block.
@@ -111,10 +106,8 @@ class AmpSession:
         self._lacks_masters: bool | None = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
-        self._casts = CastSwitch()
+        self._casts, self._undo, self._thread = CastSwitch(), ExitStack(), misuse.OwnThread()
         self._function_casts = FunctionCasts(self._casts.active_dtype)
-        self._undo = ExitStack()
-        self._thread = OwnThread()
 
     @property
     def verbosity(self) -> int:
@@ -167,60 +160,55 @@ class AmpSession:
 
         Args:
             models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
-                Apply ``fully_shard`` or tensor parallelism before. With ``fully_shard`` all levels but O3 work. At O2
-                and O5 its fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the
-                level. Tensor parallelism alone works at O0, O1 and O4.
+                Apply ``fully_shard`` (any level but O3) or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5
+                fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
                 "O5" are O1 and O2 in bf16. The level sets the options below. An argument that is not None overrides it.
             cast_model_type: dtype of the model's weights and inputs. False casts nothing.
             patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
-            keep_batchnorm_fp32: keep BatchNorm and its running statistics in fp32 when the model is cast. A bool, or
-                "True" or "False".
+            keep_batchnorm_fp32: keep BatchNorm with its statistics in fp32. A bool, or "True" or "False".
             master_weights: step fp32 copies of the 16-bit weights. "split", at O5: the optimizer's state holds the 16
-                bits that each bf16 weight lacks of fp32. 2 bytes a parameter less; fp32 weights as with masters, if
-                nothing changes the bf16 gradients between backward and step. For ``SplitMasters`` and the optimizers of
+                bits that each bf16 weight lacks of fp32, 2 bytes a parameter less. Weights are those of masters, if
+                nothing changes the gradients between backward and step. For ``SplitMasters`` and the optimizers of
                 ampctx that take ``master_weights``, which becomes "split".
             loss_scale: "dynamic" or a number, also as a string.
             cast_model_outputs: floating dtype of the model's outputs.
-            num_losses: the number of loss scales, 1 by default. ``scale_loss(..., loss_id=i)`` picks one.
-            verbosity: 0 is silent. From 1, the default, rank 0 prints the options and logs skipped steps.
+            num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
+            verbosity: 0 is silent. From 1 rank 0 prints the options and logs skipped steps.
             min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
             patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
             max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
-                more raises AmpStallError in ``optimizer.step()``. An optimizer that skips on the device raises a few
-                steps later, because the host does not wait for the device. None, the default: any number.
+                more raises AmpStallError in ``optimizer.step()``; a few steps later if the device skips, for which the
+                host does not wait. None: any number.
             process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
                 together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
-                Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
-                all_reduce of three numbers, and so is this call, which compares levels and loss scales: every rank must
-                take part, with the same ``opt_level`` and ``num_losses``. If one is missing, the others raise
-                AmpRankError after the group's timeout and refuse to step; over NCCL, torch ends the process. None: each
-                rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor mesh always agree,
-                with or without a group.
+                Each end of a ``scale_loss`` block, each step on gradients that no block has checked, and this call,
+                which compares levels and scales, is an all_reduce: every rank must take part, with the same
+                ``opt_level`` and ``num_losses``. If one is missing, the others raise AmpRankError after the group's
+                timeout and refuse to step; over NCCL, torch ends the process. None: each rank decides alone, enough
+                with DistributedDataParallel. Ranks of a DTensor mesh always agree.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
                 rounded to the model's 16-bit type, unless the module itself is in ``models``.
             ops_fp32: torch functions that compute in fp32 at every level, until ``reset``: names (``"softmax"``,
-                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python as
-                functions, methods or operators. At O1 and O4 the result stays fp32; elsewhere it returns to the widest
-                16-bit type among the arguments.
+                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python. At
+                O1 and O4 the result stays fp32; elsewhere it returns to the widest 16-bit type among the arguments.
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
             skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
-                False, the default, as in apex: such a step writes inf and nan into the weights, with
-                DistributedDataParallel on every rank. A dynamic scale always skips.
+                False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
 
         Raises:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
-                holds DTensors that the level cannot cast; an optimizer that is under amp already, or that keeps no
-                split masters; a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in
-                ``ops_fp32``. Nothing has changed then.
-            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
+                DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
+                a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
+            AmpRankError: levels or loss scales differ between the ranks of ``process_group``.
+            Nothing has changed then.
         """
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
@@ -270,59 +258,40 @@ class AmpSession:
         for scale in scales:
             scale.process_group = process_group
         limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
-        recording = limit, check_count("history", history, 0), num_losses
-        hooks = self._step_hooks, self._skip_hooks
-        steps = functools.partial(StepRecord, *recording, self._log.report, hooks)
-
+        length = check_count("history", history, 0)
         if process_group is not None:
             ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        watchers = self.watchers if verbosity > 0 else []  # which only log
-        self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps, watchers)
-        self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
-        return models if optimizers is None else misuse.Initialized((models, optimizers))
-
-    def _apply(
-        self,
-        policy: PrecisionPolicy,
-        models: list[nn.Module],
-        kept: KeptModules,
-        sharded: Mapping[nn.Module, fully_sharded.Sharded],
-        optimizers: list[Any],
-        scales: list[LossScale],
-        make_steps: Callable[[], StepRecord],
-        watchers: list[Callable[[Events, RunFacts], Undo]],
-    ) -> None:
-        """Makes all changes of ``initialize``, and undoes them all if one fails."""
+        # Makes all changes, and undoes them all if one fails.
         bound: dict[Any, OptimizerBinding] = {}
-        names = ParameterNames(models)
+        names = ParameterNames(model_list)
         originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
             # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
             undo.callback(setup.put_back, originals)
-            undo.callback(misuse.note_models(models, self))
-            originals.update(setup.cast_models(undo, policy, models, kept, sharded))
+            undo.callback(misuse.note_models(model_list, self))
+            originals.update(setup.cast_models(undo, policy, model_list, kept, sharded))
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
-            for optimizer in optimizers:
+            for optimizer in optimizer_list:
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 if policy.master_weights == "split":
                     split_weights.begin(undo, optimizer, originals)
                 masters = MasterParams(optimizer, policy.keeps_masters, originals, taken, names)
-                given = scales, self._casts, make_steps(), names, self._with_masters, self._events
+                steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
+                given = scales, self._casts, steps, names, self._with_masters, self._events
                 bound[optimizer] = OptimizerBinding(optimizer, masters, *given)
                 undo.callback(weak_method(bound[optimizer].release))
-            setup.watch_models(undo, models, [b.masters for b in bound.values()], policy.keeps_masters)
-            run = RunFacts(optimizers, names, [scale.moves for scale in scales], self._log.warn_once)
-            for watch in watchers:
+            setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
+            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.say)
+            for watch in self.watchers if verbosity > 0 else ():  # which only log
                 undo.callback(watch(self._events, run))
             if policy.autocast_dtype is not None:
-                # ops_fp32 makes an op safe that autocast refuses in 16 bits.
-                allow_banned = "binary_cross_entropy" in policy.ops_fp32
-                autocast = Autocast(models, policy.autocast_dtype, allow_banned=allow_banned)
+                is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
+                autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
                 for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
                     undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
                 # First, so that the hooks of cast_ops run around these.
@@ -333,6 +302,8 @@ class AmpSession:
             originals.clear()  # from here on, the undo keeps what training has made
             self._undo.enter_context(undo.pop_all())
         self._bindings.update(bound)
+        self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
+        return models if optimizers is None else misuse.Initialized((models, optimizers))
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
@@ -343,23 +314,20 @@ class AmpSession:
         """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
 
         Optimizer state stays; hooks of ``on_step`` and ``on_skip`` are removed. The session can be initialized again.
-        Call it in the thread that called ``initialize``, because torch's autocast belongs to that thread. No host sync.
-
-        Raises:
-            AmpError: called inside a scale_loss block.
+        Call it in the thread of ``initialize``, to which torch's autocast belongs. AmpError inside a scale_loss block.
+        No host sync.
         """
         for binding in self._bindings.values():
             binding.refuse_state("amp.reset()")
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
-            for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._deferred):
+            hooks = self._step_hooks, self._skip_hooks
+            for forget in (self._casts.undo, *hooks, self._bindings, self._deferred, self._log.said):
                 stack.callback(forget.clear)
             for flag in waiting.of(self):
                 stack.callback(flag.drop)
-            stack.callback(self._log.forget)
-            stack.callback(setattr, self, "loss_scales", [])
-            stack.callback(setattr, self, "policy", None)
+            stack.callback(vars(self).update, loss_scales=[], policy=None)
             stack.callback(self._undo.close)
             for undo in self._casts.undo.values():
                 stack.callback(undo)
@@ -387,8 +355,8 @@ class AmpSession:
         after a skipped step as well: gradients that are still inf or nan skip the next one, too.
 
         An exception in the block restores the gradients from before it, and undoes SAM's ``first_step``. If it comes
-        while the block adds gradients up, ``optimizer.step()`` and the next block raise until
-        ``optimizer.zero_grad()``. Use the blocks of a session in one thread: at O1 and O4 in that of ``initialize``.
+        while the block adds gradients up, steps and blocks raise until ``optimizer.zero_grad()``. Use the blocks of a
+        session in one thread: at O1 and O4 in that of ``initialize``.
 
         Args:
             loss: a tensor of any shape, of a floating dtype. The block yields it as fp32 (fp64 stays), times the scale.
@@ -398,8 +366,7 @@ class AmpSession:
             delay_unscale: set it on all but the last of several backward passes for one step. Gradients stay scaled
                 until the last block, which unscales, checks and updates the scale once. With DistributedDataParallel
                 put the delayed blocks into ``no_sync``.
-            delay_overflow_check: leave the scale update to a later block. A step on non-finite gradients is still
-                skipped.
+            delay_overflow_check: leave the scale update to a later block. Steps on non-finite gradients are skipped.
 
         Raises:
             AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
@@ -408,9 +375,9 @@ class AmpSession:
                 optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
                 another block has left scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. With one over
-        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With
-        DTensors ranks agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
+        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
+        with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors
+        they agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return misuse.LossBlock(self._scaled_loss, args, {})
@@ -585,9 +552,8 @@ class AmpSession:
             flag.decide(call)
 
     def _take_deferred(self, scale: LossScale) -> Tensor | None:
-        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. No host sync.
-
-        The caller must update the scale and decide about the next steps: this flag no longer skips them."""
+        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller updates
+        the scale and decides about the next steps: this flag no longer skips them."""
         found_inf = self._deferred.pop(scale, None)
         if found_inf is not None:
             for binding in self._bindings.values():
@@ -619,8 +585,7 @@ class AmpSession:
         return bindings
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
-        known = isinstance(optimizer, torch.optim.Optimizer) or is_optimizer(optimizer)
-        return self._bindings.get(optimizer) if known else None
+        return self._bindings.get(optimizer) if is_optimizer(optimizer) else None
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -628,8 +593,8 @@ class AmpSession:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
 
         With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
-        after the ``scale_loss`` block. Inside it, gradients are scaled and masters have none. ``optimizer``: any object
-        with ``param_groups``.
+        after the ``scale_loss`` block: inside it, gradients are scaled and masters have none. ``optimizer`` may be any
+        object with ``param_groups``.
 
         Example::
 
@@ -642,18 +607,15 @@ class AmpSession:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
-        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed.
-
-        Host sync if the optimizer skips on the device: those of ``ampctx.optimizers``, and torch's with ``fused=True``.
-        """
+        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on
+        the device: those of ``ampctx.optimizers``, and torch's with ``fused=True``."""
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.steps.skipped_steps()
 
     def outcome(self, optimizer: Any) -> StepOutcome | None:
-        """Returns the outcome of the latest ``optimizer.step()``: whether it ran or was skipped. None before the first.
+        """Returns the outcome of the latest ``optimizer.step()``, None before the first. No host sync.
 
-        With ``enabled=False`` every step counts as stepped. No host sync, but reading an attribute may be one, see
-        ``StepOutcome``.
+        With ``enabled=False`` every step counts as stepped. Reading an attribute may be a host sync.
 
         Example::
 
@@ -671,15 +633,12 @@ class AmpSession:
         """Returns the latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
 
         The history starts with ``initialize``, ends with ``reset``, and is not part of ``state_dict``. It does not
-        include replays of a CUDA graph. One host sync here; steps leave their numbers on the device.
+        include replays of a CUDA graph. One host sync here; steps leave their numbers on the device. Its lists are
+        empty if amp is not initialized or not enabled.
 
         Args:
             optimizer: optional if only one went through ``amp.initialize``.
             last: the largest number of steps to return. None: all that ``initialize(history=...)`` keeps.
-
-        Returns:
-            A ``History``. Its lists ``step``, ``skipped`` and ``grad_norm`` have one element a step; ``scale`` and
-            ``overflowed`` hold such a list for each loss id. Empty lists if amp is not initialized or not enabled.
 
         Raises:
             AmpError: the optimizer did not go through ``amp.initialize``, or several did and none is given.
@@ -711,21 +670,13 @@ class AmpSession:
 
         The call comes before ``optimizer.step()`` returns, in the same thread. If ``fn`` raises, the step is complete.
         Host sync at each step of an optimizer that skips on the device. CUDA graph capture and replay call no hooks,
-        nor does ``enabled=False``.
-
-        Returns:
-            A handle. Its ``remove()``, or ``reset``, removes the hook.
-
-        Raises:
-            AmpTypeError: ``fn`` is not callable.
+        nor does ``enabled=False``. Returns a handle: its ``remove()``, or ``reset``, removes the hook. Raises
+        AmpTypeError if ``fn`` is not callable.
         """
         return self._add_hook(self._step_hooks, fn)
 
     def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """Calls ``fn(optimizer, outcome)`` at the end of every skipped step. Returns and raises as ``on_step``.
-
-        ``outcome.culprits``, the parameters with non-finite gradients, is known in the hook with every optimizer.
-        """
+        """As ``on_step``, at the end of every skipped step, where ``outcome.culprits`` are known with any optimizer."""
         return self._add_hook(self._skip_hooks, fn)
 
     @staticmethod
@@ -736,179 +687,13 @@ class AmpSession:
         hooks[handle.id] = fn
         return handle
 
-    def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
+    # --- of other modules, which show the session as their first argument ---------------------------------------------
 
-        Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor
-        share its copy. Includes masters in the optimizer's state (``FusedAdam(master_weights=True)``) if it went
-        through ``initialize``. A weight without master is exported itself.
-
-        Args:
-            model: a model that went through ``initialize``, a wrapper around it or a part of it.
-            dtype: of the floating entries, buffers included; float32 by default. With float32, float64 entries stay.
-
-        Raises:
-            AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
-        """
-        return export.master_state_dict(model, list(self._bindings.values()), dtype)
-
-    def master_model(self, model: nn.Module) -> nn.Module:
-        """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
-
-        The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it
-        to ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make
-        it again after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next
-        block, step or call of this. No host sync.
-
-        Args:
-            model: a model that went through ``initialize``, or a part of it. The copy has its class.
-
-        Raises:
-            AmpTypeError: ``model`` is no module.
-            AmpError: a master is in the optimizer's own state (its option ``master_weights``).
-        """
-        return export.master_model(model, list(self._bindings.values()))
-
-    # --- ranks -------------------------------------------------------------------------------------------------------
-
-    def check_ranks(self, group: Any = None, *, same_parameters: bool = True) -> None:
-        """Checks that all ranks of a group have the same loss scales, levels, parameters and masters. Host sync.
-
-        Call it on every rank, between steps: after loading a checkpoint, or now and then. It is one all_reduce of 144
-        bytes, and reads every parameter once. Without torch.distributed it does nothing.
-
-        Args:
-            group: a ``torch.distributed.ProcessGroup``. None, the default: the default group.
-            same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
-                where ranks hold different parts of a model. Values of DTensors are never compared.
-
-        Raises:
-            AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
-            AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
-            AmpError: before ``initialize``.
-        """
-        ranks.check_ranks(self, group, same_parameters)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_dict(self, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
-        """Returns the loss scales in apex's format, on request with masters. Host sync.
-
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
-        enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
-        Tensors are shared with the run, as in any ``state_dict()``: save or copy them before the next step.
-
-        Args:
-            destination: a dict to fill and return. None, the default: a new one.
-            masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
-                ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
-                every rank.
-
-        Raises:
-            AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
-        """
-        return state.state_dict(self, destination, masters)
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
-        """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
-
-        A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients.
-        Load model, optimizers and amp in any order. Without masters in the state, they come from
-        ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
-
-        A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
-        takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
-
-        With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean
-        steps. apex's format has no growth factors and intervals; a warning names those that differ.
-
-        Args:
-            state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
-            process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all.
-                Each of them must make this call. Host sync. None, the default: no check, see ``check_ranks``.
-
-        Raises:
-            AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
-            AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
-                for several scales; in a state with masters, an entry that does not fit the run.
-            AmpError: before ``initialize``; a state with masters inside a scale_loss block.
-            AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
-        """
-        state.load_state_dict(self, state_dict, process_group)
-
-    # --- checkpoints by names ----------------------------------------------------------------------------------------
-
-    def get_state_dict(
-        self, model: nn.Module, optimizers: Any, *, full_state_dict: bool = False, cpu_offload: bool = False
-    ) -> dict[str, Any]:
-        """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
-
-        The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and
-        fp32 shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them
-        before the next step. Call it on every rank.
-
-        ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is
-        an fp32 master. "optim" has step and moments by name, for parameters without state those that a first step
-        makes. "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
-
-        Args:
-            model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
-            optimizers: one optimizer or a list.
-            full_state_dict: whole tensors on every rank, in place of DTensors. A collective call.
-            cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
-
-        Raises:
-            AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through
-                ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
-                ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
-        """
-        return named_state.get_state_dict(self, model, optimizers, full_state_dict, cpu_offload)
-
-    def set_state_dict(
-        self,
-        model: nn.Module,
-        optimizers: Any,
-        state_dict: dict[str, Any],
-        *,
-        allow_level_change: bool = False,
-        process_group: Any = None,
-    ) -> None:
-        """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
-
-        An invalid one raises, and nothing has changed. Exact between masters of ``initialize``,
-        ``master_weights=True``, "split" and fp32 shards, and from the others into these. Into 16-bit parameters
-        without a master (``write_back``) weights are rounded, with a warning. Pending gradients are dropped. No
-        ``on_step`` hook is called.
-
-        Args:
-            model, optimizers: as in ``get_state_dict``, after ``initialize``.
-            state_dict: the dict, with DTensors or whole tensors.
-            allow_level_change: accept the state of another ``opt_level``. Loss scales load where both are dynamic.
-            process_group: as in ``load_state_dict``.
-
-        Raises:
-            AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit, by its key;
-                another level.
-            AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
-        """
-        named_state.set_state_dict(self, model, optimizers, state_dict, allow_level_change, process_group)
-
-    def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
-        """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
-
-        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that a
-        load that fails changes nothing; they take the memory of the state once more. ``amp.Stateful`` is this method of
-        the default session.
-
-        Args:
-            model, optimizers: as in ``get_state_dict``.
-            options: keyword arguments of ``set_state_dict``.
-
-        Returns:
-            An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
-            ``set_state_dict`` of these. Except in ``dcp.save``, ``state_dict()`` returns copies.
-        """
-        return named_state.Stateful(self, model, optimizers, options)
+    master_state_dict, master_model = export.master_state_dict, export.master_model
+    check_ranks = ranks.check_ranks
+    state_dict, load_state_dict = state.state_dict, state.load_state_dict
+    get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
+    stateful = named_state.stateful
 
     # --- casts -------------------------------------------------------------------------------------------------------
 
@@ -933,9 +718,7 @@ class AmpSession:
         """Decorates ``fn``: at O1 and O4 its floating arguments become the level's 16-bit type."""
         return self._function_casts.decorate("half", fn)
 
-    def bfloat16_function(self, fn: Callable) -> Callable:
-        """Same as ``half_function``: the level decides between fp16 (O1) and bf16 (O4)."""
-        return self._function_casts.decorate("half", fn)
+    bfloat16_function = half_function  # the level decides between fp16 (O1) and bf16 (O4)
 
     def float_function(self, fn: Callable) -> Callable:
         """Decorates ``fn``: at O1 and O4 its 16-bit arguments become fp32, and autocast is off inside."""
@@ -949,9 +732,7 @@ class AmpSession:
         """Makes ``module.name`` a ``half_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
         self._function_casts.register("half", module, name)
 
-    def register_bfloat16_function(self, module: Any, name: str) -> None:
-        """Same as ``register_half_function``."""
-        self._function_casts.register("half", module, name)
+    register_bfloat16_function = register_half_function
 
     def register_float_function(self, module: Any, name: str) -> None:
         """Makes ``module.name`` a ``float_function`` from the next O1 or O4 ``initialize`` until ``reset``."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.fully_sharded import Sharded
-from ampctx.amp.methods import is_bound
 from ampctx.amp.options import PrecisionPolicy
 from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
@@ -61,7 +60,7 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any])
                 "initialize it again. "
                 "See docs/errors.md#a-given-optimizer-should-only-be-passed-through-ampinitialize-once."
             )
-        if is_bound(optimizer):
+        if "__reduce_ex__" in vars(optimizer):  # a replaced method, see ``OptimizerBinding``
             raise AmpError(
                 f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call reset() of "
                 "that session first."
@@ -82,8 +81,8 @@ def cast_models(
     kept: KeptModules,
     sharded: Mapping[nn.Module, Sharded],
 ) -> dict[Tensor, Tensor]:
-    """Casts weights, inputs and outputs as the level says, but for the weights of ``sharded`` models, which
-    ``fully_shard`` casts. Returns the former data of parameters and buffers."""
+    """Casts weights, inputs and outputs as the level says; ``fully_shard`` casts the weights of ``sharded`` models.
+    Returns the former data of parameters and buffers."""
     originals: dict[Tensor, Tensor] = {}
     for model in models:
         if model in sharded:

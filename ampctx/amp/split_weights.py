@@ -62,16 +62,13 @@ def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -
 
 @torch.no_grad()
 def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
-    """Splits the weights before the cast into the bf16 weights and the state of the optimizer. Host sync only with
-    ``offload``."""
+    """Splits the weights before the cast into bf16 weights and state of the optimizer. Host sync with ``offload``."""
     fused = isinstance(optimizer, FusedOptimizer)
     undo.callback(_end, weakref.ref(optimizer), optimizer.master_weights if fused else None)
     if fused:
         optimizer.master_weights = "split"
     on_host = fused and optimizer.offload is not None
-    for p in _low(optimizer):
-        if p not in originals:
-            continue
+    for p in [p for p in _low(optimizer) if p in originals]:
         optimizer.state.get(p, {}).pop(_KEY, None)  # of an earlier cast
         if is_distributed():
             continue  # as other masters: a broadcast makes only the models of the ranks equal

@@ -8,15 +8,14 @@
           "scales": {loss id: the factor of the loss}, "loss_scales": those of an earlier initialize, with "deferred"}
 
 ``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
-numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. ``session``: an ``AmpSession``, whose
-methods have the public docstrings.
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,15 +31,13 @@ from ampctx.casts.arguments import autocast_off
 from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.scaling import formats
-from ampctx.scaling.formats import KEY, RUN_KEYS, read_amp_entries
-from ampctx.scaling.loss_scale import LossScale, check_scale
+from ampctx.scaling import loss_scale
+from ampctx.scaling.loss_scale import FACTORS, KEY, RUN_KEYS, LossScale, check_scale, read_amp_entries
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
 from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")
 
-Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]
 Loader = Callable[[], None]
 # A change that this version would misread raises it. States without a number are of format 1.
@@ -60,7 +57,21 @@ def policy_of(session: Any, call: str) -> Any:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def state_dict(session: Any, destination: State | None, masters: bool) -> State:
+def state_dict(session: Any, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
+    """Returns the loss scales in apex's format, on request with masters. Host sync.
+
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not enabled.
+    After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit. Tensors are shared
+    with the run, as in any ``state_dict()``: save or copy them before the next step.
+
+    Args:
+        destination: a dict to fill and return. None: a new one.
+        masters: add the fp32 masters, which ``model.state_dict()`` holds, too, and overflows that will skip a later
+            step. apex cannot load these. With DTensors, between a block and its step, call this on every rank.
+
+    Raises:
+        AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
+    """
     result = OrderedDict() if destination is None else destination
     if session.policy is None or not session.policy.enabled:
         return result
@@ -72,13 +83,8 @@ def state_dict(session: Any, destination: State | None, masters: bool) -> State:
 
 
 def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
-    """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
-
-    Raises:
-        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``.
-
-    Host sync: reads flags.
-    """
+    """The entries besides those of the loss scales. Resyncs masters from the model, and reads flags: a host sync.
+    AmpError inside a scale_loss block, or between ``first_step`` and ``second_step``."""
     session._decide(call)
     for binding in bindings:
         binding.refuse_state(call, perturbed=True)
@@ -87,7 +93,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     for binding in bindings:
         binding.follow_groups()
         (masters := binding.masters).resync()
-        params = _params(binding)
+        params = binding.params()
         # Gradients that the next step uses, as it seems.
         are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
         are_lost |= any(stored_grad(m) is not None for m in masters.masters)
@@ -111,12 +117,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
 
 
-def _params(binding: OptimizerBinding) -> list[Tensor]:
-    """The parameters that the optimizer steps, in order."""
-    return [p for group in binding.optimizer.param_groups for p in group["params"]]
-
-
-def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, bool]:
+def _deferred_of(scales: Sequence[LossScale], deferred: Mapping[LossScale, Tensor]) -> dict[int, bool]:
     return {i: deferred[scale].item() != 0 for i, scale in enumerate(scales) if scale in deferred}
 
 
@@ -124,29 +125,44 @@ def _deferred_of(scales: Sequence[LossScale], deferred: Deferred) -> dict[int, b
 
 
 @autocast_off()
-def load_state_dict(session: Any, state: Any, process_group: Any) -> None:
+def load_state_dict(session: Any, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
+    """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
+
+    A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients. Load
+    model, optimizers and amp in any order. Without masters in the state, they come from ``model.load_state_dict``; if
+    that loaded only 16-bit values, ampctx warns once.
+
+    A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale takes
+    the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
+
+    With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean steps.
+    apex's format has no growth factors and intervals; a warning names those that differ.
+
+    Args:
+        state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
+        process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all. Each
+            of them must make this call. Host sync. None: no check, see ``check_ranks``.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown, out of range or does not fit the
+            run; the state of a GradScaler for several scales.
+        AmpError: before ``initialize``; a state with masters inside a scale_loss block.
+        AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
+    """
     check_process_group(process_group)
     call = "amp.load_state_dict"
-    if not policy_of(session, call).enabled:
-        return
-    for load in loaders(session, state, list(session._bindings.values()), call):
-        load()
-    if process_group is not None:
-        ranks.check(ranks.of_scales(session.loss_scales), process_group, call)
+    if policy_of(session, call).enabled:
+        for load in loaders(session, state_dict, list(session._bindings.values()), call):
+            load()
+        ranks.check_scales(session, process_group, call)
 
 
 def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: str) -> list[Loader]:
-    """Checks a state against the run. Returns functions that load it, in order. With masters, loading drops gradients,
-    and sets the model's weights to the rounded masters.
-
-    Raises:
-        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by
-            its key. Nothing has changed then.
-    """
+    """Checks a state against the run. Returns functions that load it, in order."""
     scales: list[LossScale] = session.loss_scales
-    if isinstance(state, Mapping) and not formats.is_grad_scaler_state(state):
+    if isinstance(state, Mapping) and not loss_scale.is_grad_scaler_state(state):
         check_format(state, "state_dict", [*RUN_KEYS, *(key for key in state if str(key).startswith(KEY))])
-    if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
+    if loss_scale.is_grad_scaler_state(state) and not loss_scale.is_amp_state(state):
         state = _of_grad_scaler(scales, state)
     entries = read_amp_entries(state)
     if state.keys().isdisjoint(RUN_KEYS):
@@ -177,8 +193,7 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
 
 def check_format(state: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
-    number = entry(state, "format", int, where) if "format" in state else 1
-    if number > FORMAT:
+    if (number := entry(state, "format", int, where) if "format" in state else 1) > FORMAT:
         new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
         raise AmpValueError(
             f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
@@ -193,13 +208,12 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
             "amp.initialize. To start all of them from it, load "
             f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
         )
-    there, here = formats.read_grad_scaler_state(state), scales[0]
-    names = ("growth_factor", "backoff_factor", "growth_interval")
-    pairs = [(name, there[name], getattr(here, name)) for name in names]
+    there, here = loss_scale.read_grad_scaler_state(state), scales[0]
+    pairs = [(name, there[name], getattr(here, name)) for name in (*FACTORS, "growth_interval")]
     left_out = [f"{name}={saved} (here {now})" for name, saved, now in pairs if saved != now]
     if left_out and here.dynamic:
         logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
-    return {f"{formats.KEY}0": {"loss_scale": there["scale"], "unskipped": there["_growth_tracker"]}}
+    return {f"{KEY}0": {"loss_scale": there["scale"], "unskipped": there["_growth_tracker"]}}
 
 
 def _scales_loader(
@@ -219,14 +233,11 @@ def _scales_loader(
                 deferred.pop(scale, None)
             if i in flags:
                 deferred[scale] = _flag(flags[i], scale, torch.device("cpu"))
-            if i not in entries:
-                continue
-            if not scale.moves and entries[i]["loss_scale"] != scale.value():
-                logger.warning(
-                    "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
-                    *(call, i, scale.value(), entries[i]["loss_scale"]),
-                )
-            scale.load_state_dict(entries[i])
+            if i in entries:
+                if not scale.moves and (new := entries[i]["loss_scale"]) != (now := scale.value()):
+                    text = "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays."
+                    logger.warning(text, call, i, now, new)
+                scale.load_state_dict(entries[i])
         for flag in waiting.of(session):
             flag.moves_scale = False  # of the scale before
 
@@ -259,7 +270,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
     # No resync from the model: loading sets the masters, and they must not change if a check fails.
     binding.follow_groups()
-    params, scales = _params(binding), binding.loss_scales
+    params, scales = binding.params(), binding.loss_scales
     if (n := entry(state, "params", int, where)) != len(params):
         raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
     # Masters are saved by index, and shapes alone do not show a changed order.

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,27 +20,118 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
-from ampctx.amp import closures, torch_state
+from ampctx.amp import closures
 from ampctx.amp.events import Events, StepFacts, tell
-from ampctx.amp.flags import FoundInfFlags
-from ampctx.amp.methods import as_copied, replace, weak_method
-from ampctx.amp.misuse import LeftGrads, grad_scaler_calls
+from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
+from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
+from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Flags, Known, Overflowed, StepRecord, overflowed
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step
+from ampctx.weights.waiting import Waiting
+
+
+class FoundInfFlags:
+    """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
+
+    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
+    those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
+    flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
+    ``_undecided``: the flag of the latest block while ranks have yet to agree on it.
+    """
+
+    def __init__(self) -> None:
+        self.by_loss: Flags = {}
+        self._final: Flags = {}
+        self._taken: tuple[Flags, Flags] | None = None
+        self._of_failed_step = False
+        self.scales_used: dict[int, Factor] = {}
+        self._undecided: Waiting | None = None
+
+    @property
+    def are_of_blocks(self) -> bool:
+        """Whether a block has checked gradients since the last step."""
+        return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
+
+    def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
+        """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
+        if loss_id in self.by_loss:
+            found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)
+        self.by_loss[loss_id] = (scale, found_inf)
+        if final:
+            self._final[loss_id] = self.by_loss[loss_id]
+
+    def drop_provisional(self, scale: LossScale) -> None:
+        """Drops the flags of a scale that are not final: the caller of ``update_scale()`` decides about the skip."""
+        for loss_id, (of, _) in list(self.by_loss.items()):
+            if of is scale:
+                del self.by_loss[loss_id]
+                if loss_id in self._final:
+                    self.by_loss[loss_id] = self._final[loss_id]
+
+    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], session: Any) -> None:
+        """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
+        is final then. No host sync."""
+        reference = weakref.ref(self)
+
+        def conclude(flag: Waiting, agreed: Tensor) -> None:
+            if (flags := reference()) is not None:
+                flags._undecided = None
+                flags.add(loss_id, scale, agreed)
+            if flag.moves_scale:
+                scale.update(agreed)
+
+        self._undecided = Waiting(session, scale, found_inf, groups, conclude)
+
+    def decide(self, call: str) -> None:
+        if self._undecided is not None:
+            self._undecided.decide(call)
+
+    def drop_undecided(self) -> None:
+        if self._undecided is not None:
+            self._undecided.drop()
+            self._undecided = None
+
+    def drop_failed(self, is_incomplete: bool) -> None:
+        """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
+        if has_failed := self._undecided is not None and self._undecided.failed:
+            self.drop_undecided()
+        if has_failed or is_incomplete or self._of_failed_step:
+            self.clear()
+
+    def clear(self) -> None:
+        self.by_loss, self._final, self._taken, self._of_failed_step = {}, {}, None, False
+
+    def take(self) -> Flags:
+        """Takes the flags since the last step, to decide about this step."""
+        taken = self.by_loss, self._final
+        self.clear()
+        self._taken = taken
+        return taken[0]
+
+    def forget_taken(self) -> None:
+        """The step has used or dropped their gradients."""
+        self._taken = None
+
+    def give_back(self) -> None:
+        """Restores the taken flags after a step that raised: its gradients are still there."""
+        if self._taken is not None:
+            taken, final = self._taken
+            self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
+        # Also for flags of a block before the step: zeroing the gradients clears them.
+        self._of_failed_step = True
 
 
 class OptimizerBinding:
@@ -49,7 +140,6 @@ class OptimizerBinding:
     Attributes:
         masters, gradients: its parameters and their gradients.
         loss_scales: those of its ``initialize``.
-        flags: ``found_inf`` of each loss since the last step.
         steps: decides about skips and records the steps.
         inside: the optimizer's own code runs, so its calls of replaced methods pass through. released: after ``reset``.
         restore_unperturbed: between SAM's two steps, restores the unperturbed weights. first_step_skipped: SAM's first
@@ -77,23 +167,16 @@ class OptimizerBinding:
         # What the running step is given; a closure changes it.
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of, self._taken = names, taken
-        methods: dict[str, Callable] = {
-            "step": self._step,
-            "zero_grad": self._zero_grad,
-            "add_param_group": self._add_param_group,
-            "__reduce_ex__": self._reduce_ex,
-        }
+        self._names_of, self._taken, self._culprits_later = names, taken, weak_method(self._culprits_of)
+        methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
+        methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
             methods["state_dict"] = self._state_dict
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
-        # Methods that the optimizer instance had. None for those of its class, even if an LR scheduler has wrapped
-        # them.
-        self._formers = {
-            name: None if hasattr(type(optimizer), name) else vars(optimizer).get(name) for name in methods
-        }
+        # Methods that the instance had. None for those of its class, even if an LR scheduler has wrapped them.
+        self._formers = {n: None if hasattr(type(optimizer), n) else vars(optimizer).get(n) for n in methods}
         self._replaced = ExitStack()
         try:
             for name, method in methods.items():
@@ -161,10 +244,9 @@ class OptimizerBinding:
         self.gradients.enter(scale, inv_scale)
 
     def abandon(self, depth: int, ending: bool) -> None:
-        """Ends a block that raised, see ``Frames.abandon``. Also undoes SAM's ``first_step``: the step that it began
-        cannot be completed."""
+        """Ends a block that raised, see ``Frames.abandon``."""
         self.gradients.abandon(depth, ending)
-        self.undo_first_step()
+        self.undo_first_step()  # the step that it began cannot be completed
 
     def undo_first_step(self) -> None:
         if self.restore_unperturbed is not None:
@@ -213,7 +295,6 @@ class OptimizerBinding:
             raise
 
     def follow_groups(self) -> None:
-        """Follows the program's changes of the optimizer's groups. No host sync."""
         optimizer = self._optimizer()
         if not self.masters.is_current(optimizer):
             # Gradients from before may be scaled.
@@ -224,8 +305,7 @@ class OptimizerBinding:
                 tell(self.events.dropped, optimizer, names)
 
     def _device(self) -> torch.device:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        return next((p.device for p in params), torch.device("cpu"))
+        return next((p.device for p in self.params()), torch.device("cpu"))
 
     def is_unchecked(self) -> bool:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
@@ -233,12 +313,8 @@ class OptimizerBinding:
 
     @without_grad
     def ready(self, before_closure: bool = False) -> None:
-        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
-        no block has checked.
-
-        Then they have agreed on the flags of blocks. A step without such flags always takes part, with or without
-        gradients, because ranks may differ in that.
-        """
+        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on the flags of
+        blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that."""
         if waiting.ALL:
             self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True, before_step=True)
@@ -252,11 +328,8 @@ class OptimizerBinding:
                 foreach.l2norm(grads, found_inf)
                 self.flags.add(OUTSIDE_OF_BLOCKS, scale, found_inf.joined(grads[0].device))
         groups = self.masters.groups
-        if (
-            (groups or scale.process_group is not None)
-            and scale.groups_with(groups)
-            and (not flags or OUTSIDE_OF_BLOCKS in flags)
-        ):
+        agrees = scale.dynamic and (groups or scale.process_group is not None)
+        if agrees and (not flags or OUTSIDE_OF_BLOCKS in flags):
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
@@ -264,24 +337,19 @@ class OptimizerBinding:
             tell(self.events.stepping, self._facts())
 
     def _facts(self) -> StepFacts:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in params)
+        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
         stepped = {id(p) for p in self.model_params()}.union(self._taken())
         return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
 
     def check_misuse(self, has_closure: bool = False) -> None:
-        """Checks at the start of a step that the program calls. ``has_closure``: a closure may zero gradients first.
-
-        Raises:
-            AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block
-                are left.
-        """
+        """Raises AmpError if an enabled GradScaler steps an optimizer with masters, or another block has left scaled
+        gradients. ``has_closure``: it may zero gradients first."""
         if self.left_grads.marks and not has_closure:
             self.follow_groups()
             self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
         if self._first_steps:
             self._first_steps -= 1
-            if grad_scaler_calls():
+            if called_by_grad_scaler():
                 self.refuse_grad_scaler()
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -289,7 +357,7 @@ class OptimizerBinding:
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.inside or self.released:
             return original(*args, **kwargs)
-        if torch_state.MODULE in sys.modules and not self.optimizer.state and torch_state.is_calling():
+        if CHECKPOINT in sys.modules and not self.optimizer.state and called_by():
             # With masters, ``_state_dict`` refuses what follows, and no state must stay.
             return None if self.masters.pairs else self.call_own(original, *args, **kwargs)
         if self.gradients.frames or self.gradients.incomplete:
@@ -307,19 +375,19 @@ class OptimizerBinding:
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_at_limit(self.flags.take):
-                    return self.skip(losses)
+                    return self.decided(losses)
                 return self.step_on_device(original, None, args, kwargs)
             if losses := overflowed(self.flags.take()):
-                return self.skip(losses)
+                return self.decided(losses)
             result = self.run(original, *((None, *args) if args else ()), **kwargs)
-            self.let_through()
+            self.decided()
             return result
         except BaseException:
             self.flags.give_back()
             raise
 
     def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the optimizer's own code with casts off. Its calls of replaced methods pass through."""
+        """Calls the optimizer's own code with casts off."""
         before, self.inside = self.inside, True
         try:
             with self.casts.suspended():
@@ -341,7 +409,6 @@ class OptimizerBinding:
         return result
 
     def device_decides(self, before_backward: bool = False) -> bool:
-        """Whether the optimizer skips by itself. ``before_backward``: see ``skips_by_itself``."""
         optimizer = self._optimizer()
         return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
 
@@ -356,18 +423,13 @@ class OptimizerBinding:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             positional = (evaluate, *args) if evaluate or args else ()
             result = self.run(original, *positional, **kwargs)
-            checked, reference = self.gradients.checked, weakref.ref(self)
-
-            def later(is_current: bool) -> Culprits | None:
-                binding = reference()
-                return None if binding is None else binding._culprits_of(is_current, checked)
-
+            checked, later = self.gradients.checked, self._culprits_later
             outcome = self.steps.left_to_device(
                 flags.by_loss,
                 self._known(self.given.pending),
                 self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
                 self._culprits,
-                later,
+                lambda is_current: later(is_current, checked),
                 external="found_inf" in former,
                 counts=self.given.counts,
             )
@@ -398,26 +460,17 @@ class OptimizerBinding:
             optimizer.found_inf = flag
 
     def _take_back(self, former: dict[str, Any]) -> None:
-        """Removes what ``offer`` has set, and puts ``former`` back."""
         self.given, own = Step(), vars(self._optimizer())
         own.pop("found_inf", None)
         own.update(former)
 
-    def skip(self, losses: Overflowed) -> None:
-        """Skips a step, and records it."""
-        culprits, known = self._culprits(), self._known(self.gradients.pending)
+    def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
+        """Records what the host decided: a step that ran, or one that ``losses`` skip."""
+        culprits, known = self._culprits() if losses else (), self._known(self.gradients.pending if losses else None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.flags.forget_taken()
-        self.steps.skipped(self.optimizer, losses, known, culprits)
-
-    def let_through(self) -> None:
-        """Records a step that the host decided on and that ran."""
-        known = self._known(None)
-        self.gradients.drop_master_grads()
-        self.gradients.stepped = True
-        self.flags.forget_taken()
-        self.steps.stepped(self.optimizer, known)
+        self.steps.decided(self.optimizer, losses, known, culprits)
 
     def _known(self, pending: Pending | None) -> Known:
         """Scales, and the norm before clipping if a clip computed it. No host sync."""
@@ -428,15 +481,15 @@ class OptimizerBinding:
             norm = pending.clipped_from
         else:
             norm = None if any(p.grad is not None for p in without_master) else pending.norm()
-        return Known(self.flags.take_scales(), norm)
+        scales, self.flags.scales_used = self.flags.scales_used, {}
+        return Known(scales, norm)
 
     def _culprits(self) -> Culprits:
-        """The parameters with non-finite gradients now."""
         pending = self.gradients.pending
         grads = {} if pending is None else pending.grads
         of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
-        return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
+        return step_record.culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
     def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits | None:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
@@ -445,25 +498,24 @@ class OptimizerBinding:
         found: Culprits = ()
         if checked is not None and (masters := checked.not_finite()):
             names = self.names_by_id()
-            found = tuple(
-                Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
-                for p, master in self.masters.pairs
-                if id(master) in masters
-            )
+            of = [p for p, master in self.masters.pairs if id(master) in masters]
+            found = tuple(Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None) for p in of)
         if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
-            found += culprits_among(others, self.names_by_id)
+            found += step_record.culprits_among(others, self.names_by_id)
         return found or None
 
     # --- names and factors --------------------------------------------------------------------------------------------
 
+    def params(self) -> list[Tensor]:
+        """The parameters that the optimizer steps, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def model_params(self) -> list[Tensor]:
-        """The parameters that the optimizer steps, in order, with model parameters in the places of their masters."""
-        model_of = self.masters.model_of
-        return [model_of.get(p, p) for group in self.optimizer.param_groups for p in group["params"]]
+        """``params`` with model parameters in the places of their masters."""
+        return [self.masters.model_of.get(p, p) for p in self.params()]
 
     def names(self) -> list[str]:
-        """The names of the parameters that the optimizer steps, in order."""
         names = self.names_by_id()
         return [names[id(p)] for p in self.model_params()]
 
@@ -474,11 +526,9 @@ class OptimizerBinding:
         """The factors of the innermost block for its loss and for its gradients. None if gradients are not scaled."""
         if all(scale.is_identity for scale in self.loss_scales):
             return None
-        scale, inv_scale = (f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)
-        return scale, inv_scale
+        return tuple(f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)  # type: ignore
 
     def refuse_grad_scaler(self) -> None:
-        """Raises if there are masters: a scaler would neither unscale nor check their gradients."""
         self._by_scaler = True
         if self.masters.pairs:
             raise AmpError(
@@ -498,9 +548,7 @@ class OptimizerBinding:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()
-        # The flags of an interrupted block or step go with its gradients.
-        if self.flags.has_failed or self.gradients.incomplete:
-            self.flags.drop_failed()
+        self.flags.drop_failed(self.gradients.incomplete)
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
@@ -517,7 +565,7 @@ class OptimizerBinding:
             raise
 
     def _state_dict(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self.released and self.masters.pairs and torch_state.is_calling():
+        if not self.released and self.masters.pairs and called_by():
             raise AmpError(
                 "torch's get_optimizer_state_dict looks for the parameters of the optimizer in the model. This "
                 f"{type(self.optimizer).__name__} steps amp's fp32 master weights instead. Use "
@@ -535,7 +583,9 @@ class OptimizerBinding:
         """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
         self.steps.epoch += 1
         self.gradients.drop_all()
-        self.flags.replace(flags, scales_used)
+        self.flags.clear()
+        self.flags.drop_undecided()
+        self.flags.by_loss, self.flags.scales_used = flags, scales_used
         self.restore_unperturbed, self.first_step_skipped = None, False
 
     def release(self) -> None:

@@ -40,11 +40,8 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
 
 @torch.no_grad()
 def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
-    """Creates momentum buffers of zeros. False if torch's fused SGD cannot skip its first step.
-
-    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Zeros give the same steps without
-    dampening. With dampening the host must read the flag of the first step. ``before_backward``: as above.
-    """
+    """Creates momentum buffers of zeros: torch (2.13) leaves those of a skipped first step uninitialized. False with
+    dampening, where zeros would not give the same steps: the host must read the flag of the first one."""
     for group in optimizer.param_groups:
         if group["momentum"] == 0:
             continue
@@ -62,11 +59,7 @@ def align_gradients(optimizer: Any) -> None:
     """Copies gradients into the layout of their parameters where these differ, in groups with ``fused``. No host sync.
 
     torch's fused optimizers (2.13) read parameter, gradient and state in memory order, without a check that the layouts
-    agree. ampctx.optimizers handle this themselves.
-
-    Raises:
-        AmpError: a parameter whose elements do not fill one block of memory, by name. Nothing has changed then.
-    """
+    agree. AmpError for a parameter whose elements do not fill one block of memory; nothing has changed then."""
     others: list[tuple[Tensor, Tensor]] = []
     for g, group in enumerate(optimizer.param_groups):
         if not group.get("fused"):
@@ -91,19 +84,14 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
     found = [optimizer]
     for one in found:
-        for value in vars(one).values():
-            if isinstance(value, torch.optim.Optimizer) and not any(value is other for other in found):
-                found.append(value)
+        inside = {id(value): value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)}
+        found += [value for i, value in inside.items() if i not in map(id, found)]
     return found
 
 
 def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
     """Copies parameters, state and group options. Returns the function that restores them. No host sync.
-
-    Args:
-        optimizer: any optimizer. The snapshot has the parameters of its groups.
-        wrapped_too: whether to include the state of an optimizer that it wraps.
-    """
+    ``wrapped_too``: whether to include the state of an optimizer that it wraps."""
     values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
     saved_states = [(state, {p: copy.deepcopy(dict(of_p)) for p, of_p in state.items()}) for state in states]
@@ -119,10 +107,7 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
             state.clear()
             state.update(saved)
         for group, of_group in options:  # a group that was added since stays as it is
-            for k, v in of_group.items():
-                if isinstance(v, Tensor):
-                    group[k].copy_(v)  # other code may refer to a tensor lr
-                else:
-                    group[k] = v
+            for k, v in of_group.items():  # other code may refer to a tensor lr
+                group[k] = group[k].copy_(v) if isinstance(v, Tensor) else v
 
     return restore

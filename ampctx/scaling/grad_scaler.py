@@ -27,11 +27,10 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import dtype_of, grad_of
-from ampctx.scaling import formats
+from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.outcome import DEFAULT_LENGTH, Culprits, History, StepHistory, StepOutcome, culprits_among
-from ampctx.scaling.step_record import Flags, Known, StepRecord, overflowed
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
 from ampctx.weights.clip import norm_before_clipping, strided_grads
 
 logger = logging.getLogger("ampctx")
@@ -53,19 +52,21 @@ def _params(optimizer: Any) -> list[Any]:
 
 
 def _with_gradient(optimizer: Any) -> list[tuple[str, Any]]:
-    """The parameters that have a gradient, with their places."""
     places = ((g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]))
     return [(f"param_groups[{g}]['params'][{i}]", p) for g, i, p in places if p.grad is not None]
 
 
 def _versions(optimizer: Any) -> list[tuple[Any, int]]:
-    """The gradients and their versions, to compare."""
     return [(WeakIdRef(p.grad), p.grad._version) for _, p in _with_gradient(optimizer)]
 
 
 def _culprits(optimizer: Any) -> Culprits:
     grads = ((p, p.grad) for p in _params(optimizer) if p.grad is not None)
-    return culprits_among(grads, lambda: ParameterNames().of(optimizer))
+    return step_record.culprits_among(grads, lambda: ParameterNames().of(optimizer))
+
+
+def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
+    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
 
 
 def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
@@ -94,11 +95,11 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's, with its defaults. A
             disabled scaler passes everything through. On "cuda" without CUDA it warns, and is disabled.
-        min_scale, max_scale: bounds of the scale, 0 and inf by default.
-        hysteresis: overflows in a row before the scale falls, 1 by default.
+        min_scale, max_scale: bounds of the scale.
+        hysteresis: overflows in a row before the scale falls.
         max_consecutive_skips: how many steps of an optimizer in a row may be skipped, at least 1. After one more
-            ``step`` raises AmpStallError; a few steps later for an optimizer that skips on the device, because the host
-            does not wait for it. None, the default: any number.
+            ``step`` raises AmpStallError; a few steps later if the device skips, for which the host does not wait.
+            None: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
             if ranks hold different gradients. Each step of an optimizer is then an all_reduce of six numbers, in which
             every rank must take part: else AmpRankError, also if the scales differ. Over NCCL the first and every
@@ -138,8 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale: Any = None  # a LossScale, if enabled
         self._recording: tuple[int | None, int] = (None, 0)  # of StepRecord
         if enabled:
-            limit = max_consecutive_skips
-            limit = None if limit is None else check_count("max_consecutive_skips", limit, 1)
+            limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
             self._recording = limit, check_count("history", history, 0)
             check_process_group(process_group)
             rule = growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
@@ -160,11 +160,8 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies ``outputs`` by the scale. No host sync.
 
         Args:
-            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested. Lists and tuples keep
-                their type, other iterables become iterators. A disabled scaler returns ``outputs`` itself.
-
-        Raises:
-            AmpValueError: ``outputs`` has an element that is neither a tensor nor an iterable of tensors.
+            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested, else AmpValueError. Lists
+                and tuples keep their type, other iterables become iterators. A disabled scaler returns ``outputs``.
         """
         if not self._enabled:
             return outputs
@@ -190,12 +187,11 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients of ``optimizer`` by the scale in place, and checks for inf and nan. No host sync.
 
         Optional: ``step`` unscales otherwise. Call it once per step, after the last backward, to clip or read unscaled
-        gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones, and stores the result in ``.grad``.
+        gradients: fp32, bf16, fp64 or complex. Coalesces sparse ones in ``.grad``.
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5).
-            AmpAssertionError: ``scale`` was never called.
-            AmpValueError: an fp16 gradient. Nothing has changed then.
+            AmpAssertionError: ``scale`` was never called. AmpValueError: an fp16 gradient; nothing has changed then.
         """
         if not self._enabled:
             return
@@ -204,9 +200,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @contextmanager
     def _begun(self, call: str, optimizer: Any) -> Iterator[dict[str, Any]]:
-        """Checks that the optimizer may be unscaled or stepped. Gives its state.
-
-        After an exception, gradients that stay as they are then are for a second try. Others are scaled."""
+        """Checks that the optimizer may be unscaled or stepped. Gives its state. After an exception gradients that stay
+        as they are then are for a second try. Others are scaled."""
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
@@ -235,8 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
-        from ``found_inf``. No host sync. Frameworks override this method, so its arguments and their order must stay.
-        """
+        from ``found_inf``. No host sync. Frameworks override this method: its arguments and their order must stay."""
         parameters = _params(optimizer)
         grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
@@ -265,14 +259,13 @@ class GradScaler(torch.amp.GradScaler):
         return self._check(optimizer)
 
     def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
-        """Keeps the flags of ``_unscale_grads_``, and the meshes over which ``_flags`` will join them."""
         scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             place_grads(params)
             if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
-                state["meshes"] = meshes
+                state["meshes"] = meshes  # over which ``_flags`` will join the flags
         after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
@@ -296,8 +289,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales the gradients and calls ``optimizer.step(*args, **kwargs)``, or skips it if one is inf or nan.
 
         Host sync: one, for any number of devices. None for optimizers with ``_step_supports_amp_scaling``, such as
-        torch's with ``fused=True``, which read the attributes ``grad_scale`` and ``found_inf``. If these cannot skip (a
-        group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
+        torch's with ``fused=True``, which read ``grad_scale`` and ``found_inf``; if these cannot skip (a group that is
+        not fused, or the first step of torch's fused SGD with dampening), one.
 
         After the step, gradients in ``.grad`` are unscaled; a step that the device skipped leaves them scaled. Without
         any gradient nothing changes, and ampctx warns once. ``args`` and ``kwargs`` must hold no closure.
@@ -307,8 +300,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: called twice in one iteration, or with a closure; an optimizer under amp with masters; a parameter
-                with a gradient joined the optimizer after ``unscale_``.
-            AmpAssertionError: ``scale`` was never called.
+                with a gradient joined the optimizer after ``unscale_``. AmpAssertionError: ``scale`` was never called.
             AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
         if not self._enabled:
@@ -340,35 +332,27 @@ class GradScaler(torch.amp.GradScaler):
                 )
             state["stage"] = OptState.STEPPED
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
-            if losses:
-                steps.skipped(optimizer, losses, known, _culprits(optimizer))
-            elif losses is not None:
-                steps.stepped(optimizer, known)
+            if losses is not None:
+                steps.decided(optimizer, losses, known, _culprits(optimizer) if losses else ())
             else:
-                stepped = weakref.ref(optimizer)
-
-                def later(is_current: bool) -> Culprits | None:
-                    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
-
+                later = partial(_culprits_later, weakref.ref(optimizer))
                 steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
         return result
 
-    def _record(self, optimizer: Any) -> StepRecord:
+    def _record(self, optimizer: Any) -> Any:
         if optimizer not in self._steps:
-            self._steps[optimizer] = StepRecord(*self._recording)
-        record: StepRecord = self._steps[optimizer]
-        return record
+            self._steps[optimizer] = step_record.StepRecord(*self._recording)
+        return self._steps[optimizer]
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        optimizer_state["overflowed"] = overflowed(self._flags(optimizer_state))
+        optimizer_state["overflowed"] = step_record.overflowed(self._flags(optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(
         self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps an optimizer that unscales and skips by itself."""
         if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
@@ -392,9 +376,8 @@ class GradScaler(torch.amp.GradScaler):
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale from the flags of this iteration. Call it after the last ``step``. No host sync.
-
-        Without any gradient the scale and its count of clean updates stay.
+        """Updates the scale from the flags of this iteration, after the last ``step``. No host sync. Without a gradient
+        the scale and its count of clean updates stay.
 
         Args:
             new_scale: sets the scale instead, outside of the bounds, too: a number, or a one-element tensor without
@@ -409,18 +392,16 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("update")
         scale, states = self._loss_scale, self._per_optimizer_states
         if new_scale is not None:
-            if isinstance(t := new_scale, Tensor) and (
-                t.device.type != self._device or t.numel() != 1 or t.requires_grad
-            ):
+            t: Any = new_scale
+            if isinstance(t, Tensor) and (t.device.type != self._device or t.numel() != 1 or t.requires_grad):
                 raise AmpAssertionError(
                     f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
                     f"got {t.numel()} on {t.device} with requires_grad={t.requires_grad}"
                 )
             scale.set(new_scale)
             return states.clear()
-        flags = [
-            self._flags(state)[0][1] for state in states.values() if state["found_inf_per_device"] or "meshes" in state
-        ]
+        checked = [state for state in states.values() if state["found_inf_per_device"] or "meshes" in state]
+        flags = [self._flags(state)[0][1] for state in checked]
         if not flags and not any(state["stage"] is OptState.STEPPED for state in states.values()):
             raise AmpAssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
@@ -441,10 +422,10 @@ class GradScaler(torch.amp.GradScaler):
     # --- outcomes of steps, checkpoints -----------------------------------------------------------------------------
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
-        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first.
+        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first. No host sync.
 
         Names of parameters are their places in the optimizer, or the names passed to it. With a disabled scaler every
-        step counts as stepped. No host sync, but reading an attribute may be one, see ``StepOutcome``.
+        step counts as stepped. Reading an attribute may be a host sync.
         """
         steps = self._steps.get(optimizer)
         return None if steps is None else steps.outcome
@@ -455,12 +436,8 @@ class GradScaler(torch.amp.GradScaler):
         A disabled scaler keeps no steps. A pickle or a copy starts with an empty history.
 
         Args:
-            optimizer: optional if the scaler has stepped only one.
-            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps.
-
-        Raises:
-            AmpError: several optimizers were stepped and none is given.
-            AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
+            optimizer: optional if the scaler has stepped only one, else AmpError.
+            last: the largest number of steps to return, an int >= 0. None: all that ``GradScaler(history=...)`` keeps.
         """
         if optimizer is None and len(self._steps) > 1:
             raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")
@@ -471,11 +448,10 @@ class GradScaler(torch.amp.GradScaler):
         """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
         if (scale := self._loss_scale) is None:
             return {}
+        own = {name: getattr(scale, name) for name in ("min_scale", "max_scale", "hysteresis")}
         return {
             **super().state_dict(),
-            "min_scale": scale.min_scale,
-            "max_scale": scale.max_scale,
-            "hysteresis": scale.hysteresis,
+            **own,
             "_hysteresis_tracker": scale.hysteresis_left(),
         }
 
@@ -488,15 +464,14 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: an empty dict, as a disabled scaler saves.
-            AmpKeyError: a missing or unknown key.
-            AmpTypeError, AmpValueError: an invalid entry, by name; several loss scales.
+            AmpKeyError, AmpTypeError, AmpValueError: a missing, unknown or invalid entry; several loss scales.
         """
         if (scale := self._loss_scale) is None:
             return
-        if formats.is_amp_state(state_dict):
-            return scale.load_state_dict(formats.only_amp_entry(state_dict))
-        saved = formats.read_grad_scaler_state(state_dict)
-        own = {name: formats.plain(value) for name, value in state_dict.items()}
+        if loss_scale.is_amp_state(state_dict):
+            return scale.load_state_dict(loss_scale.only_amp_entry(state_dict))
+        saved = loss_scale.read_grad_scaler_state(state_dict)
+        own = {name: loss_scale.plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
         hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
         left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)

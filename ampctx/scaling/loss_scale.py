@@ -3,12 +3,19 @@
     found_inf:  scale = max(scale * backoff_factor, min_scale)                         the clean updates count from 0
     otherwise:  scale = min(scale * growth_factor, max_scale)  after growth_interval clean updates in a row
 
-``ops.update_scale`` computes this on the device. This module owns the tensors.
+``ops.update_scale`` computes this on the device. This module owns the tensors, and checks their states in checkpoints:
+
+    amp.state_dict()           {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
+    GradScaler.state_dict()    {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+                                "_growth_tracker": 0}
+
+Both are format 1, which needs no ``format`` number. Numbers may be tensors or arrays of one element.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -17,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
-from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx._saved import entry, typed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -39,13 +47,12 @@ def _checked(name: str, value: Any, kind: Any, what: str, hint: str = "") -> Any
     return value
 
 
+# These return the value as a plain number. AmpTypeError and AmpValueError name the argument.
 def check_number(name: str, value: Any) -> float:
-    """``value`` as a float. Raises AmpTypeError with the name of the argument if it is no real number."""
     return float(_checked(name, value, Real, "a number"))
 
 
 def check_scale(name: str, value: Any) -> float:
-    """``value`` as a float that is positive, finite and a normal fp32 number. Raises AmpValueError otherwise."""
     number = check_number(name, value)
     if not _FP32.tiny <= number <= _FP32.max:
         raise AmpValueError(f"{name} is {number}: a loss scale must be > 0, finite and in the range of fp32")
@@ -53,7 +60,6 @@ def check_scale(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """``value`` as an int >= ``least`` that fits int32."""
     number = int(_checked(name, value, Integral, "an int"))
     if not least <= number <= torch.iinfo(torch.int32).max:
         raise AmpValueError(f"{name} is {number}, expected an int >= {least} that fits int32")
@@ -61,13 +67,11 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 
 def check_loss_id(value: Any) -> int:
-    """``value`` as a loss id: an int, also of numpy, but not a bool."""
     hint = f": {value!r}. Pass the number of the loss, from 0 to num_losses - 1."
     return int(_checked("loss_id", value, Integral, "an int", hint))
 
 
 def check_factor(name: str, value: Any) -> float:
-    """``value`` as a float between the bounds of ``FACTORS``."""
     low, high, rule = FACTORS[name]
     if not low < (number := check_number(name, value)) < high:
         raise AmpValueError(f"{name} is {number}. {rule}")
@@ -89,22 +93,16 @@ class LossScale:
 
     The three tensors are None, and their ``init_`` numbers hold, until a call creates them on its device. A static
     scale (``dynamic=False``) never changes in ``update``, which only counts. ``min_scale`` and ``max_scale`` bound
-    ``update``, and a dynamic ``init_scale``. The other arguments are those of ``GradScaler``.
-
-    Raises AmpTypeError or AmpValueError for an argument outside of its bounds, by name.
+    ``update``, and a dynamic ``init_scale``. The other arguments are those of ``GradScaler``, with its errors.
     """
 
     scale: Tensor | None = None
     growth_tracker: Tensor | None = None
     hysteresis_tracker: Tensor | None = None
-    # Gets each check of this loss's gradients by ``observer.checked(flag)``. At most one.
-    observer: Any = None
-    # The ranks that agree on flags. None: this rank alone.
-    process_group: Any = None
-    # How many agreements are left until ranks read whether their scales differ. 0: they do at the next.
-    until_check = 0
-    # Whether the scale skips steps as a dynamic one, and stays.
-    is_held = False
+    observer: Any = None  # gets each check of this loss's gradients by ``observer.checked(flag)``
+    process_group: Any = None  # the ranks that agree on flags. None: this rank alone
+    until_check = 0  # how many agreements are left until ranks read whether their scales differ
+    is_held = False  # whether the scale skips steps as a dynamic one, and stays
     # Copies of the scale and of 1 / scale, until it changes.
     _factors: tuple[PerDevice, PerDevice] | None = None
 
@@ -144,8 +142,7 @@ class LossScale:
             return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
         if isinstance(loss_scale, str):
             raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-        value = check_scale("loss_scale", loss_scale)
-        scale = cls(value, dynamic=skip_nonfinite)
+        scale = cls(value := check_scale("loss_scale", loss_scale), dynamic=skip_nonfinite)
         if skip_nonfinite:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value
         return scale
@@ -157,7 +154,6 @@ class LossScale:
 
     @property
     def moves(self) -> bool:
-        """Whether updates can change the scale."""
         return self.dynamic and not self.is_held
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
@@ -177,7 +173,6 @@ class LossScale:
         return *self._factors, found_inf
 
     def tell(self, found_inf: Tensor) -> None:
-        """Passes the one-element flag of this loss's gradients to the observer."""
         if self.observer is not None:
             self.observer.checked(found_inf)
 
@@ -188,7 +183,7 @@ class LossScale:
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
         """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0. Every rank must take
-        part, else AmpRankError. ``call``: for messages. Host sync and errors as ``received``."""
+        part. ``call``: for messages. Host sync and AmpRankError as ``received``."""
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
         joined = self.sent(found_inf)
@@ -197,21 +192,18 @@ class LossScale:
         return self.received(joined, groups, call)
 
     def sent(self, found_inf: Tensor) -> Tensor:
-        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync.
-
-        Besides flag and number of ranks the bits of the scale in two halves, and their squares: sums of these integers
-        are exact, and show whether a scale differs."""
+        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync. Besides flag and number of
+        ranks the bits of the scale in two halves, and their squares: sums of these integers are exact, and show whether
+        a scale differs."""
         bits = move(self.tensors(found_inf.device)[0], found_inf.device).view(torch.int32)
         halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
         flag = found_inf.detach().reshape(()) != 0
         return torch.cat((torch.stack((flag, torch.ones_like(flag))).double(), halves, halves * halves))
 
     def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
-        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. ``call``: for messages.
-
-        1 if the scales differ, so that every rank skips the step; then AmpRankError where the host reads it: each time
-        on the CPU, where it waits anyway; else the first time, after a load and every 1,000th time.
-        """
+        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. 1 if scales differ, so that
+        every rank skips the step; then AmpRankError where the host reads it: each time on the CPU, where it waits
+        anyway; else the first time, after a load and every 1,000th time."""
         number, halves, squares = joined[1], joined[2:4], joined[4:6]
         differ = (number * squares != halves * halves).any()  # their variance is not 0
         captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -259,9 +251,6 @@ class LossScale:
 
         A dynamic scale also copies a one-element tensor on the device; if its value is not > 0 and finite, the scale
         stays. One that is held takes the bounds along, and reads the tensor: a host sync.
-
-        Raises:
-            AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
         """
         if isinstance(value, Tensor) and (not self.dynamic or value.numel() != 1):
             raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
@@ -297,17 +286,15 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """``{"loss_scale": float, "unskipped": int}`` as in apex, and "hysteresis" if it is above 1. Host sync."""
-        state: dict[str, Any] = {"loss_scale": self.value(), "unskipped": self.unskipped()}
-        if self.hysteresis > 1:
-            state["hysteresis"] = self.hysteresis_left()
-        return state
+        more = {"hysteresis": self.hysteresis_left()} if self.hysteresis > 1 else {}
+        return {"loss_scale": self.value(), "unskipped": self.unskipped(), **more}
 
-    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Loads a state of ``state_dict`` or of apex that ``formats`` has checked."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state of ``state_dict`` or of apex that ``read_amp_entries`` has checked."""
         self.until_check = 0
-        self.set(entry["loss_scale"])
-        self.set_unskipped(entry["unskipped"])
-        self.set_hysteresis_left(entry.get("hysteresis", self.hysteresis))
+        self.set(state["loss_scale"])
+        self.set_unskipped(state["unskipped"])
+        self.set_hysteresis_left(state.get("hysteresis", self.hysteresis))
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Scale, growth tracker and hysteresis tracker, which updates change in place. Creates missing ones: the scale
@@ -327,9 +314,93 @@ class LossScale:
                 "a loss scale with a process group cannot be copied or pickled, because the group belongs to this "
                 "process. Save its state_dict() and load that into a new one."
             )
-        dropped = ("scale", "growth_tracker", "hysteresis_tracker", "observer", "_factors")
-        return {k: v for k, v in vars(self).items() if k not in dropped} | {
-            "init_scale": self.value(),
-            "init_growth_tracker": self.unskipped(),
-            "init_hysteresis_tracker": self.hysteresis_left(),
-        }
+        numbers = {"scale": self.value(), "growth_tracker": self.unskipped()}
+        numbers["hysteresis_tracker"] = self.hysteresis_left()
+        kept = {name: value for name, value in vars(self).items() if name not in (*numbers, "observer", "_factors")}
+        return kept | {f"init_{name}": number for name, number in numbers.items()}
+
+
+# --- states in checkpoints --------------------------------------------------------------------------------------------
+
+KEY = "loss_scaler"
+# The entries that amp.state_dict(masters=True) adds to the loss scales.
+RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value
+
+
+def required(state: Mapping[str, Any], key: str) -> Any:
+    return entry(state, key, object, "the loss scale's state")
+
+
+def is_amp_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and any(re.match(KEY + r"\d", str(key)) for key in state)
+
+
+def is_grad_scaler_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
+
+
+def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
+    """Checks a state in apex's format, but for its ``RUN_KEYS``. Returns its entries by number: "loss_scale",
+    "unskipped", "hysteresis" if given. AmpKeyError, AmpTypeError and AmpValueError name what does not fit."""
+    typed(state, Mapping, "state_dict")
+    matches = {k: re.fullmatch(KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state if k not in RUN_KEYS}
+    if unexpected := [k for k, match in matches.items() if match is None]:
+        keys = ", ".join(f'"{k}"' for k in unexpected)
+        raise AmpKeyError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}.")
+    entries = {}
+    for key, match in matches.items():
+        assert match is not None
+        try:
+            typed(one := state[key], Mapping, "the loss scale's state")
+            counts = ("unskipped", "hysteresis") if "hysteresis" in one else ("unskipped",)
+            scale = check_scale("loss_scale", plain(required(one, "loss_scale")))
+            numbers = {name: check_count(name, plain(required(one, name)), 0) for name in counts}
+            entries[int(match[1])] = {"loss_scale": scale, **numbers}
+        except AmpError as error:
+            raise type(error)(f'state_dict["{key}"]: {error}') from None
+    return entries
+
+
+def read_grad_scaler_state(state: Any) -> dict[str, Any]:
+    """Checks a GradScaler's state. Returns its five entries as plain numbers, under torch's names. AmpError for an
+    empty dict; AmpKeyError, AmpTypeError and AmpValueError name what does not fit."""
+    typed(state, Mapping, "state_dict")
+    if len(state) == 0:
+        raise AmpError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
+        )
+    if plain(state.get("format", 1)) != 1:
+        raise AmpValueError(
+            f"the state of the GradScaler has format {state['format']}, and this version of ampctx reads format 1. "
+            "Load it with the version that saved it, or with a later one."
+        )
+    numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
+    factors = {name: check_factor(name, numbers[name]) for name in FACTORS}
+    counts = {name: check_count(name, numbers[name], n) for name, n in (("growth_interval", 1), ("_growth_tracker", 0))}
+    return {"scale": check_scale("scale", numbers["scale"]), **factors, **counts}
+
+
+def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
+    """The only entry of a state in apex's format, or entry ``loss_id``. Errors as ``read_amp_entries``; AmpValueError
+    for several entries and no ``loss_id``."""
+    entries = read_amp_entries(state)
+    names = ", ".join(f"{KEY}{i}" for i in entries) or "none"
+    if loss_id is None:
+        if len(entries) > 1:
+            raise AmpValueError(
+                f"the state holds {len(entries)} loss scales ({names}), and a GradScaler has one. Choose one with "
+                "ampctx_apex.checkpoints.to_grad_scaler_state(state, loss_id=0)."
+            )
+        loss_id = next(iter(entries), 0)
+    loss_id = check_loss_id(loss_id)
+    if loss_id not in entries:
+        raise AmpKeyError(f'the state has no "{KEY}{loss_id}", only: {names}')
+    return entries[loss_id]

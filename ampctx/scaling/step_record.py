@@ -1,4 +1,9 @@
-"""Decides whether the steps of an optimizer run or are skipped after an overflow, and records them.
+"""The outcome of a step: whether it ran, which losses overflowed, and which gradients were inf or nan. The record of an
+optimizer's steps, which decides about skips after an overflow.
+
+Every step makes a ``StepOutcome``, without a host sync. It keeps the flags and scales of the step, which no later step
+writes to, and reads them when an attribute is read. A ``StepHistory`` keeps these numbers of the latest steps, and
+gathers them into one tensor now and then; only ``lists`` reads them.
 
 amp and ``GradScaler`` have one ``StepRecord`` for each optimizer, and call it in the order of a step:
 
@@ -6,27 +11,284 @@ amp and ``GradScaler`` have one ``StepRecord`` for each optimizer, and call it i
     record.overflowed_at_limit(flags)                     unless one more skip in a row would exceed the limit
     record.counts_for(found_inf, flags)               numbers for an optimizer that counts its skips itself
     record.left_to_device(...), record.conclude(...)  records what the device decided: outcome, counts, history, hooks
-    record.stepped(...), record.skipped(...)          records what the host decided
+    record.decided(...)                               records what the host decided
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampctx._errors import AmpStallError, listed
-from ampctx.kernels import ops
-from ampctx.kernels.foreach import join_flags, move
+from ampctx.kernels import foreach, ops
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.reference import skip_counts
+from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import device_of
 from ampctx.scaling.any_optimizer import with_wrapped
-from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, StepHistory, StepOutcome, gathered
+from ampctx.scaling.loss_scale import LossScale, check_count
 from ampctx.weights.step import SkipCounts
+
+DEFAULT_LENGTH = 10_000  # of a history
+# Steps before their tensors are gathered into one.
+GATHERED_AT_ONCE = 64
+# The kind of a number of a step, and its loss id.
+Number = tuple[Literal["overflowed", "found_inf", "scale", "grad_norm"], int]
+
+
+class Culprit(NamedTuple):
+    """A parameter whose gradient was not finite.
+
+    Attributes:
+        name: its name in the model; ``param_groups[0][3]`` for a parameter of no model given to ``amp.initialize``.
+        shape: the shape of the parameter.
+        inf: the number of inf elements in the gradient. None if the gradient was gone before they were counted.
+        nan: the number of nan elements, or None likewise.
+    """
+
+    name: str
+    shape: torch.Size
+    inf: int | None
+    nan: int | None
+
+    def __str__(self) -> str:
+        if self.inf is None or self.nan is None:
+            return self.name
+        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        return f"{self.name} ({', '.join(counts)} of {self.shape.numel()})"
+
+
+Culprits = tuple[Culprit, ...]
+
+
+@torch.no_grad()
+def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], Mapping[int, str]]) -> Culprits:
+    """The parameters of ``grads``, (parameter, gradient), with non-finite gradients. Calls ``names`` if there are any.
+
+    One read of the gradients and a host sync. For non-finite ones, a few more reads and a second sync.
+    """
+    pairs = [(p, values_of(grad)) for p, grad in grads]
+    _, norms = foreach.unscale_l2norms([values for _, values in pairs], FoundInf(), 1.0)
+    suspects = [pair for pair, fine in zip(pairs, norms.isfinite().tolist(), strict=True) if not fine]
+    if not suspects:
+        return ()
+    device = suspects[0][1].device
+    counts = [
+        move(torch.stack([kind(values).sum() for kind in (torch.isinf, torch.isnan)]), device) for _, values in suspects
+    ]
+    named = names()
+    return tuple(
+        Culprit(named.get(id(p), "a parameter of no group"), p.shape, inf, nan)
+        for (p, _), (inf, nan) in zip(suspects, torch.stack(counts).tolist(), strict=True)
+        if inf or nan  # the norm of large finite numbers may overflow
+    )
+
+
+class StepOutcome:
+    """The outcome of one ``optimizer.step()``. Later steps do not change it.
+
+    Host sync: reading the first attribute, if the device decides (optimizers of ampctx, torch's with ``fused=True``);
+    none if the host has decided. Reading ``grad_norm`` or a scale may be another one. For a step in a CUDA graph it
+    describes the replay before the first read. A pickle or a copy holds the values.
+
+    Example::
+
+        if amp.outcome(optimizer).stepped:
+            scheduler.step()
+    """
+
+    def __init__(
+        self,
+        flags: dict[int, Tensor] | Sequence[int] = (),
+        *,
+        external: Tensor | None = None,
+        scales: Mapping[int, Factor | Tensor] | None = None,
+        grad_norm: Tensor | None = None,
+        culprits: Culprits | Callable[[], Culprits | None] = (),
+    ) -> None:
+        """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: one that was set on
+        the optimizer. No later code may write to these tensors."""
+        raised = flags if isinstance(flags, dict) else dict.fromkeys(flags, 1.0)
+        # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
+        self.numbers: dict[Number, Tensor | float] = {("overflowed", i): flag for i, flag in raised.items()}
+        if external is not None:
+            self.numbers["found_inf", 0] = external
+        for i, factor in (scales or {}).items():
+            self.numbers["scale", i] = factor.value if isinstance(factor, PerDevice) else factor
+        if grad_norm is not None:
+            self.numbers["grad_norm", 0] = grad_norm
+        self._culprits = culprits
+
+    def _read(self, *kinds: str) -> dict[Number, float]:
+        found: dict[Number, Any] = {key: value for key, value in self.numbers.items() if key[0] in kinds}
+        if tensors := [value for value in found.values() if isinstance(value, Tensor)]:
+            values = iter(gathered(tensors).tolist())
+            found = {key: next(values) if isinstance(value, Tensor) else value for key, value in found.items()}
+            self.numbers = {**self.numbers, **found}
+        return found
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step left parameters and optimizer state unchanged because of an overflow."""
+        return any(self._read("overflowed", "found_inf").values())
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the step ran."""
+        return not self.skipped
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step was skipped. "overflow": inf or nan in the gradients. "found_inf": only a flag that other code
+        had set on the optimizer. None if it ran."""
+        return None if not self.skipped else "overflow" if self.overflowed else "found_inf"
+
+    @property
+    def overflowed(self) -> tuple[int, ...]:
+        """The ids of the losses whose gradients were not finite. -1 means a backward outside of scale_loss."""
+        flags = self._read("overflowed", "found_inf")
+        return tuple(i for (kind, i), flag in flags.items() if flag and kind == "overflowed")
+
+    @property
+    def scales(self) -> dict[int, float]:
+        """The scale of each loss that had a part in the step, by loss id."""
+        return {i: float(scale) for (_, i), scale in self._read("scale").items()}
+
+    @property
+    def scale(self) -> float | None:
+        """The only one of ``scales``. Of several, that of a loss that overflowed, else the first. None if empty."""
+        scales = self.scales
+        return next((scales[i] for i in (*self.overflowed, *scales) if i in scales), None)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the unscaled gradients before clipping. Computed by ``ampctx.clip_grad_norm_`` (over its
+        parameters), or with the finite check of an optimizer of ampctx with masters. None if neither computed it."""
+        norm = self.numbers.get(("grad_norm", 0))
+        if isinstance(norm, Tensor):
+            norm = norm.item()
+            self.numbers = {**self.numbers, ("grad_norm", 0): norm}
+        return norm
+
+    @property
+    def culprits(self) -> Culprits | None:
+        """The parameters with non-finite gradients; () if the step ran.
+
+        If the host decides, they are known at the skip. If the device decides, the first read searches the gradients:
+        read before ``zero_grad()`` and before the next block, or in an ``on_skip`` hook. Later it is None, unknown.
+        With masters and an optimizer of ampctx, names and shapes stay known, counts do not. With masters and a fused
+        optimizer of torch, only an ``on_skip`` hook knows.
+        """
+        if callable(self._culprits):
+            self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
+        return self._culprits  # type: ignore[return-value]
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.culprits, self.scales, self.grad_norm
+        return self.__dict__.copy()
+
+    def __repr__(self) -> str:
+        if self.stepped:
+            return f"StepOutcome(stepped, scales={self.scales}, grad_norm={self.grad_norm})"
+        culprits = self.culprits
+        return (
+            f"StepOutcome(skipped, reason={self.reason!r}, overflowed={self.overflowed}, scales={self.scales}, "
+            f"culprits={'not known any more' if culprits is None else listed(culprits)!r})"
+        )
+
+
+@torch.no_grad()
+def gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """Tensors of one element on any mix of devices as one tensor, ``[len(numbers)]`` in fp32. No host sync."""
+    if not numbers:
+        return torch.empty(0)
+    device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
+    return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
+
+
+# --- the latest steps -------------------------------------------------------------------------------------------------
+
+
+class History(NamedTuple):
+    """Steps of one optimizer, the oldest first, as lists of Python numbers of equal length.
+
+    Attributes:
+        step: the number of the step. The first one after ``initialize`` is 0.
+        skipped: whether the step was skipped.
+        grad_norm: ``StepOutcome.grad_norm`` in fp32; nan if no call computed it.
+        scale: by loss id, the scale of the loss; nan if the loss had no part in the step.
+        overflowed: by loss id, whether gradients were inf or nan. -1: gradients from outside of ``scale_loss``.
+    """
+
+    step: list[int]
+    skipped: list[bool]
+    grad_norm: list[float]
+    scale: dict[int, list[float]]
+    overflowed: dict[int, list[bool]]
+
+    def __str__(self) -> str:
+        """The number of steps and of skips, and the latest norm and scales. ``repr`` shows the lists."""
+        if not self.step:
+            return "no steps"
+        scales = ", ".join(f"{values[-1]:g}" for values in self.scale.values())
+        return (
+            f"steps {self.step[0]} to {self.step[-1]}, {sum(self.skipped)} skipped; "
+            f"latest gradient norm {self.grad_norm[-1]:g}, loss scale {scales}"
+        )
+
+
+class StepHistory:
+    """The outcomes of the latest ``length`` steps of one optimizer, of ``count`` so far. ``losses``: of loss ids."""
+
+    def __init__(self, length: int, losses: int = 1) -> None:
+        self.count, self._length, self._losses = 0, length, losses
+        self._latest: list[dict[Number, Tensor | float]] = []
+        self._gathered = deque[_Steps](maxlen=-(-length // GATHERED_AT_ONCE))
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Adds the outcome of a step. No host sync."""
+        self.count += 1
+        if self._length:
+            self._latest.append(outcome.numbers)
+        if len(self._latest) == GATHERED_AT_ONCE:
+            self._gathered.append(_gather(self._latest))
+            self._latest = []
+
+    def lists(self, last: int | None = None) -> History:
+        """The latest ``last`` steps, or all that are kept. Host sync."""
+        n = self._length if last is None else min(check_count("last", last, 0), self._length)
+        parts = [*self._gathered, _gather(self._latest)]
+        device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        values = iter(torch.cat([move(part, device) for _, part in parts]).tolist())
+        read = [{k: next(values) if v is None else v for k, v in step.items()} for steps, _ in parts for step in steps]
+        steps = read[max(0, len(read) - n) :]
+        losses = range(self._losses)
+        checked = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
+        nan = float("nan")
+        return History(
+            step=list(range(self.count - len(steps), self.count)),
+            skipped=[any(step[k] for k in step if k[0] in ("overflowed", "found_inf")) for step in steps],
+            grad_norm=[step.get(("grad_norm", 0), nan) for step in steps],
+            scale={i: [step.get(("scale", i), nan) for step in steps] for i in losses},
+            overflowed={i: [bool(step.get(("overflowed", i), 0.0)) for step in steps] for i in checked},
+        )
+
+
+# Steps, in which None stands for a number on the device, and these numbers in order.
+_Steps = tuple[list[dict[Number, float | None]], Tensor]
+
+
+def _gather(steps: list[dict[Number, Tensor | float]]) -> _Steps:
+    tensors = [value for step in steps for value in step.values() if isinstance(value, Tensor)]
+    return [{k: None if isinstance(v, Tensor) else v for k, v in step.items()} for step in steps], gathered(tensors)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
 
 # The loss id of gradients that no block has checked.
 OUTSIDE_OF_BLOCKS = -1
@@ -52,8 +314,6 @@ def overflowed(flags: Flags) -> Overflowed:
 
 
 class Known(NamedTuple):
-    """The scales and the gradient norm of a step."""
-
     scales: dict[int, Any]
     grad_norm: Tensor | None
 
@@ -66,14 +326,11 @@ class StepRecord:
     Args:
         limit: the number of steps that may be skipped in a row. None: any number.
         history_length, losses: the number of steps that the history keeps, and of loss ids.
-        report: gets the numbers of skips at the last report and now, (loss id, scale, value) of each loss that
-            overflowed, the parameters with non-finite gradients, and the number of steps so far. None: skips on the
-            device are counted only for a limit.
+        report: see ``SkipLog.report``. None: skips on the device are counted only for a limit.
         hooks: those of steps that ran, and those of skipped ones. Each gets the optimizer and the outcome.
 
-    ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
-    ``.grad`` after a step. ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned.
-    """
+    ``outcome``: of the latest step. ``epoch``: counts calls that may change the gradients in ``.grad`` after a step.
+    ``in_a_row``: the skips in a row that the host knows of. ``told``: has warned."""
 
     def __init__(
         self,
@@ -94,8 +351,7 @@ class StepRecord:
         # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a
         # replay counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
         self._counts: Tensor | None = None
-        self._slots = losses + 1
-        self._scales: dict[int, LossScale] = {}
+        self._slots, self._scales = losses + 1, dict[int, LossScale]()
         # The loss id of the latest ``counts_for``, and what it gave.
         self._offered: tuple[int, SkipCounts] | None = None
         # The counts that were reported: of all skips, and of each loss.
@@ -115,7 +371,7 @@ class StepRecord:
         if self.in_a_row < self._limit:
             return []
         if not (found := overflowed(flags())):
-            self._decided(skipped=False)
+            self._count_in_a_row(False)
         return found
 
     def counts_for(self, found_inf: Tensor | None, flags: Flags) -> SkipCounts | None:
@@ -152,8 +408,7 @@ class StepRecord:
 
         ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
         ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
-        ``.grad`` still belongs to this step. ``counts``: those that the step was offered.
-        """
+        ``.grad`` still belongs to this step. ``counts``: those that the step was offered."""
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
             {loss_id: flag for loss_id, (_, flag) in flags.items()},
@@ -163,7 +418,7 @@ class StepRecord:
             culprits=lambda: later((now := record()) is not None and now.epoch == epoch),
         )
         if any(self._hooks) and host_may_read() and outcome.skipped:
-            outcome.name(culprits())
+            outcome._culprits = culprits()  # found in time
         if flags and found_inf is not None and self._counts_skips and not (counts and counts.is_taken):
             for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
@@ -173,7 +428,6 @@ class StepRecord:
         return outcome
 
     def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
-        """Ends a step: history and hooks."""
         self.outcome = outcome
         if not host_may_read():
             return
@@ -185,36 +439,29 @@ class StepRecord:
 
     # --- after a step that the host decided on ------------------------------------------------------------------------
 
-    def stepped(self, optimizer: Any, known: Known) -> None:
-        """Records a step that ran."""
-        self._decided(skipped=False)
-        self.conclude(optimizer, StepOutcome(scales=known.scales, grad_norm=known.grad_norm))
-
-    def skipped(self, optimizer: Any, losses: Overflowed, known: Known, culprits: Culprits) -> None:
-        """Records a step that the host has skipped.
-
-        Raises:
-            AmpStallError: this skip exceeds the limit of skips in a row.
-        """
-        self._skipped_on_host += 1
-        # torch's LR schedulers warn if they step before the optimizer. A skipped step came in the right order. The
-        # attribute is private to torch.optim.lr_scheduler; a test guards it. Schedulers may use the wrapped optimizer.
-        for one in with_wrapped(optimizer):
-            one._opt_called = True
-        values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_skips else []
-        self._tell(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
+    def decided(
+        self, optimizer: Any, losses: Sequence[tuple[int, LossScale]], known: Known, culprits: Culprits = ()
+    ) -> None:
+        """Records a step that ran, or that ``losses`` skip. AmpStallError: one skip too many in a row."""
+        if losses:
+            self._skipped_on_host += 1
+            # torch's LR schedulers warn if they step before the optimizer. A skipped step came in the right order. The
+            # attribute is private to torch.optim.lr_scheduler; a test guards it. Schedulers may use the wrapped one.
+            for one in with_wrapped(optimizer):
+                one._opt_called = True
+            values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_skips else []
+            self._tell(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
         ids = [loss_id for loss_id, _ in losses]
         outcome = StepOutcome(ids, scales=known.scales, grad_norm=known.grad_norm, culprits=culprits)
-        self._decided(skipped=True)
+        self._count_in_a_row(bool(losses))
         self.conclude(optimizer, outcome)
-        if self._limit is not None and self.in_a_row > self._limit:
-            raise self._stalled(type(optimizer).__name__, outcome, culprits)
-
-    def _stalled(self, optimizer: str, outcome: StepOutcome, culprits: Culprits) -> AmpStallError:
+        if self._limit is None or self.in_a_row <= self._limit:
+            return
         several = len({loss_id for loss_id, _ in self._scales_after}) > 1
         course = ", ".join(f"loss {i}: {value}" if several else str(value) for i, value in self._scales_after)
-        return AmpStallError(
-            f"{self.in_a_row} steps of {optimizer} in a row were skipped (max_consecutive_skips={self._limit}). "
+        raise AmpStallError(
+            f"{self.in_a_row} steps of {type(optimizer).__name__} in a row were skipped "
+            f"(max_consecutive_skips={self._limit}). "
             f"Weights are unchanged. Non-finite gradients: {listed(culprits, 8) if culprits else 'not known'}. Loss "
             f"scale after skips: {course or 'not known'}. If "
             "the scale is far down, scaling is not the cause: check input, loss and weights for inf and nan "
@@ -242,8 +489,8 @@ class StepRecord:
         self._scales[loss_id] = scale
         return self._counts, loss_id % self._slots
 
-    def _decided(self, skipped: bool) -> None:
-        """Counts a decision of the host in the skips in a row. No host sync."""
+    def _count_in_a_row(self, skipped: bool) -> None:
+        """Counts a decision of the host. No host sync."""
         if self._limit is None:
             return
         self._copy = None  # the one on its way does not include this step
@@ -262,7 +509,6 @@ class StepRecord:
                 self._read(values)
 
     def _read(self, counts: list[float]) -> None:
-        """Takes over counts, and reports new skips."""
         self.in_a_row, before = int(counts[1]), self._reported
         if counts[0] <= before:
             return
