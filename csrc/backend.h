@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "optimizer_ops.h"
+#include "ops.h"
 #include "torch_abi.h"
 
 namespace ampctx {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "arguments.h"
-#include "optimizer_ops.h"
+#include "ops.h"
 
 namespace ampctx {
 
@@ -45,8 +45,7 @@ constexpr const char* kNoMemory = "has no memory: its storage has been freed or 
 // Checks the lists of a call one by one, and gathers what the kernels need of each. The first list comes first.
 class ListChecker {
  public:
-  ListChecker(const char* op, const CallDevice& call, const ListArgument& first)
-      : op_(op), call_(call), first_(first) {
+  ListChecker(const char* op, const CallDevice& call, const ListArgument& first) : op_(op), call_(call), first_(first) {
     lists.total_tensors = static_cast<int64_t>(first.tensors.size());
   }
 

@@ -34,8 +34,8 @@ WriteBack check_write_back(const char* op, int64_t write_back) {
 }
 
 // Adds extras to the lists where the write back has them.
-void check_extras(const char* op, const AllowedDTypes& dtypes, const Views& params, const Views& extras,
-                  WriteBack mode, ListChecker& checker) {
+void check_extras(const char* op, const AllowedDTypes& dtypes, const Views& params, const Views& extras, WriteBack mode,
+                  ListChecker& checker) {
   if (!has_extras(mode)) {
     if (extras.empty()) return;
     fail(op, ": extras has ", extras.size(), " tensors, expected none to go with this write_back");
@@ -120,9 +120,9 @@ std::vector<void*> check_scales(const char* op, const ListArgument& argument, co
 
 // What goes with codes, and with states that are rounded at random. `given`: the lists of states, in their order.
 template <size_t count>
-void check_state_types(const char* op, const std::array<StateList, count>& states, const std::vector<const Views*>& given,
-                       const std::vector<ListArgument>& scales, const Views& grads, const CallDevice& call,
-                       StepCall& step) {
+void check_state_types(const char* op, const std::array<StateList, count>& states,
+                       const std::vector<const Views*>& given, const std::vector<ListArgument>& scales,
+                       const Views& grads, const CallDevice& call, StepCall& step) {
   const char *coded = nullptr, *uncoded = nullptr;
   size_t place = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -168,10 +168,9 @@ const int64_t* check_numbers(const char* op, const View& numbers, const TensorLi
 // Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `codes`: of each, the one
 // that may hold it, f32 for none; `one_element`: lists of the op itself and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
-                    const std::vector<ListArgument>& elementwise, const std::vector<DType>& codes,
-                    const Views& extras, const std::vector<ListArgument>& one_element, const ListArgument& skips,
-                    const View& found_inf, const View& inv_scale, const View& grad_norm, const View& lr,
-                    const StoreArguments& store) {
+                    const std::vector<ListArgument>& elementwise, const std::vector<DType>& codes, const Views& extras,
+                    const std::vector<ListArgument>& one_element, const ListArgument& skips, const View& found_inf,
+                    const View& inv_scale, const View& grad_norm, const View& lr, const StoreArguments& store) {
   ListChecker checker(op, call, elementwise[0]);
   for (const ListArgument& argument : elementwise) checker.check_length(argument);
   for (size_t i = 0; i < elementwise.size(); ++i) {

@@ -1,5 +1,5 @@
-// Python's limited API, so that one library serves every Python from 3.10, and the exchange of tensors that torch offers
-// to C through DLPack: a tensor's address, type and layout without a way through the dispatcher.
+// Python's limited API, so that one library serves every Python from 3.10, and the exchange of tensors that torch
+// offers to C through DLPack: a tensor's address, type and layout without a way through the dispatcher.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

@@ -263,7 +263,8 @@ inline void* current_cuda_stream(int32_t device_index) {
 class Shown {
  public:
   explicit Shown(const char* name) {
-    if (aoti_record_function_start && aoti_record_function_start(name, nullptr, nullptr, 0, &range_) != 0) range_ = nullptr;
+    if (aoti_record_function_start && aoti_record_function_start(name, nullptr, nullptr, 0, &range_) != 0)
+      range_ = nullptr;
   }
   Shown(const Shown&) = delete;
   Shown& operator=(const Shown&) = delete;

@@ -1,10 +1,6 @@
 // The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
-#include "simd.h"
-#include "../functors/axpby.h"
-#include "../functors/l2norm.h"
-#include "../functors/scale.h"
+#include "../functors/elementwise.h"
 #include "simd_convert.h"
-#include "simd_table.h"
 
 namespace ampctx::cpu {
 namespace {

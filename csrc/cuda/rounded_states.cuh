@@ -269,7 +269,7 @@ class StepOctet {
                                        WriteBack write_back, const Octet& octet)
       : access_(access), rounding_(rounding), write_back_(write_back), octet_(octet) {}
 
-  // All loads before the first conversion: access.cuh.
+  // All loads before the first conversion: Raw of vectorized.cuh.
   template <bool grads>
   __device__ __forceinline__ void load(Weights& value, float (&state)[states][kVector]) const {
     Raw raw[Lists::kWalked];

@@ -3,7 +3,6 @@
 // everything as it is where that is set.
 #pragma once
 
-#include "../optimizer_ops.h"
 #include "tickets.cuh"
 #include "vectorized.cuh"
 

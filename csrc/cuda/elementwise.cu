@@ -1,13 +1,66 @@
-// sqrt(sum((x * inv_scale)^2)) on CUDA, of all tensors and of each. Read by gradient clipping and by layer-wise
-// optimizers.
-//
-// Each block leaves the sum of its share; the block that ends last adds them in fp64, in a fixed order. Where norms of
-// tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last piece of a tensor joins them.
+// The ops that are no optimizers, on CUDA: functors/elementwise.h and functors/loss_scale.h.
 #include "norms.cuh"
 #include "tickets.cuh"
 
 namespace ampctx::cuda {
 namespace {
+
+struct ScaleFunctor {
+  float scale;
+  bool finite = true;
+
+  template <int n>
+  __device__ void operator()(float (&value)[2][n], const Places&) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      finite = finite && is_finite(value[0][k]);
+      value[1][k] = scale_element(value[0][k], scale);
+    }
+  }
+};
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor scale,
+                 unsigned* tickets, KernelUpdate update) {
+  ScaleFunctor functor{scale.get()};
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), functor);
+  });
+  if (!functor.finite) *found_inf.word = found_inf.raised;
+  if (!update.scale || !is_last_block(tickets)) return;
+  if (threadIdx.x == 0) update.apply(found_inf);
+}
+
+struct AxpbyFunctor {
+  float a, b;
+  int arg_to_check;
+  bool finite = true;
+
+  template <int n>
+  __device__ void operator()(float (&value)[3][n], const Places&) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
+      value[2][k] = axpby_element(value[0][k], value[1][k], a, b);
+    }
+  }
+};
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor a, KernelFactor b,
+                 int arg_to_check) {
+  AxpbyFunctor functor{a.get(), b.get(), arg_to_check};
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), functor);
+  });
+  if (!functor.finite) *found_inf.word = found_inf.raised;
+}
+
+// Norms, of all tensors and of each. Each block leaves the sum of its share; the block that ends last adds them in
+// fp64, in a fixed order. Where norms of tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last
+// piece of a tensor joins them.
 
 // What the launches of a call are given besides tables.
 struct L2NormTargets {
@@ -116,7 +169,39 @@ void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf fo
   });
 }
 
+__global__ void update_scale_kernel(ScaleState state, ScaleRule rule) {
+  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, state.found_inf.is_set(), rule);
+}
+
+__global__ void block_factors_kernel(const float* scale, BlockFactors to) {
+  block_factors_element(scale, to.scale, to.inverse, to.found_inf);
+}
+
+__global__ void count_skip_kernel(SkipCounts counts, FoundInf of_step, FoundInf of_loss) {
+  count_skip_element(counts, of_step.is_set(), of_loss.is_set());
+}
+
 }  // namespace
+
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, const ClippedFactor& factor,
+           const ScaleUpdate* update) {
+  if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
+  unsigned* const tickets = update ? tickets_for(context) : nullptr;
+  int64_t left = lists.size();
+  for_each_table<2>(context, lists, [&](const auto& table) {
+    constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
+    left -= table.count;
+    launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
+                        left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+  });
+}
+
+void axpby(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
+  for_each_table<3>(context, lists, [&](const auto& table) {
+    constexpr auto kernel = &axpby_kernel<std::decay_t<decltype(table)>>;
+    launch_over<kernel>(context, table, found_inf, KernelFactor(a), KernelFactor(b), arg_to_check);
+  });
+}
 
 int64_t norms_workspace(const TensorLists& lists, int count) {
   const int64_t launches = lists.size() / SmallTable<2>::kCapacity + 1;
@@ -144,6 +229,22 @@ void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf
   with_norms.depth = 2;
   for (const int64_t index : lists.index) with_norms.pointer[1].push_back(per_tensor + index);
   launch_l2norm<true>(context, with_norms, found_inf, inv_scale, to, update);
+}
+
+void update_scale(const Context& context, const ScaleState& state, const ScaleRule& rule) {
+  constexpr auto kernel = &update_scale_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, state, rule);
+}
+
+void block_factors(const Context& context, const float* scale, const BlockFactors& to) {
+  constexpr auto kernel = &block_factors_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, scale, to);
+}
+
+// For steps that other libraries take and for further losses of a step: a step of ours counts itself.
+void count_skip(const Context& context, const SkipCounts& counts, FoundInf of_step, FoundInf of_loss) {
+  constexpr auto kernel = &count_skip_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, counts, of_step, of_loss);
 }
 
 }  // namespace ampctx::cuda
