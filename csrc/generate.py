@@ -60,7 +60,7 @@ def _functors_header(specs) -> str:
 
 
 def _array(of: str, name: str, items: list[str]) -> str:
-    return f"  static constexpr std::array<{of}, {len(items)}> {name} = {{{', '.join(items)}}};"
+    return f"  static constexpr std::initializer_list<{of}> {name} = {{{', '.join(items)}}};"
 
 
 def _state_list(state) -> str:
@@ -70,7 +70,7 @@ def _state_list(state) -> str:
 
 def _step_ops_header(specs) -> str:
     steps = [spec for spec in specs if spec.takes_step]
-    parts = [_HEADER, "#include <array>\n", '#include "functors.h"\n']
+    parts = [_HEADER, "#include <initializer_list>\n", '#include "functors.h"\n']
     for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
         rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
         parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")

@@ -13,7 +13,6 @@
 #include <memory>
 
 #include "arguments.h"
-#include "python_abi.h"
 
 namespace ampctx {
 
@@ -47,22 +46,6 @@ struct Torch {
 };
 inline Torch torch;
 
-inline bool to_torch(python_abi::DLDataType dtype, int32_t& code) {
-  using namespace python_abi;
-  const auto is = [&](uint8_t kind, uint8_t bits) { return dtype.code == kind && dtype.bits == bits; };
-  if (dtype.lanes != 1) return false;
-  if (is(kDLFloat, 32)) return code = aoti_torch_dtype_float32(), true;
-  if (is(kDLFloat, 16)) return code = aoti_torch_dtype_float16(), true;
-  if (is(kDLBfloat, 16)) return code = aoti_torch_dtype_bfloat16(), true;
-  if (is(kDLFloat, 64)) return code = aoti_torch_dtype_float64(), true;
-  if (is(kDLInt, 8)) return code = aoti_torch_dtype_int8(), true;
-  if (is(kDLUInt, 8)) return code = aoti_torch_dtype_uint8(), true;
-  if (is(kDLInt, 16)) return code = aoti_torch_dtype_int16(), true;
-  if (is(kDLInt, 32)) return code = aoti_torch_dtype_int32(), true;
-  if (is(kDLInt, 64)) return code = aoti_torch_dtype_int64(), true;
-  return false;
-}
-
 inline bool is_plain(PyObject* tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   for (Py_ssize_t i = 0; i < PyList_Size(torch.types); ++i) {
@@ -75,7 +58,12 @@ inline bool is_plain(PyObject* tensor) {
 inline bool read(PyObject* tensor, View& view) {
   python_abi::DLTensor found;
   if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
-  if (!to_torch(found.dtype, view.dtype)) return false;
+  const auto is_it = [&](const ElementType& type) {
+    return found.dtype.lanes == 1 && found.dtype.code == type.kind && found.dtype.bits == type.bits;
+  };
+  const auto* const type = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
+  if (type == std::end(kTypes)) return false;
+  view.dtype = type->number();
   if (found.device.type == python_abi::kDLCPU) {
     view.device = torch_abi::Device::cpu();
   } else if (found.device.type == python_abi::kDLCUDA) {
@@ -339,7 +327,7 @@ inline bool run_calls(const std::vector<Given>& given) {
   PyThreadState* const thread = PyEval_SaveThread();
   try {
     for (const Given& call : given) {
-      const torch_abi::Shown shown(call.name);
+      const auto shown = torch_abi::shown(call.name);
       Arguments in(call.lists, call.values);
       call.kernel(in);
     }

@@ -147,7 +147,8 @@ FAULTS = [
     # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
     Fault(
         "scale does not report inf", "csrc/cpu/elementwise.cpp",
-        "has_buffers ? 1 : kAtOnce);\n  nonfinite.report(found_inf);", "has_buffers ? 1 : kAtOnce);", f"{OPS}scale.py {CPU}",
+        "has_buffers ? 1 : kAtOnce);\n  nonfinite.report(found_inf);", "has_buffers ? 1 : kAtOnce);",
+        f"{OPS}scale.py {CPU}",
     ),
     Fault(
         "axpby looks at x alone", "csrc/functors/elementwise.h",

@@ -22,7 +22,7 @@ __host__ __device__ constexpr DType code_of_state(int state) { return state == 0
 template <class Options>
 constexpr bool may_round_states(int states) {
   for (int state = 0; state < states; ++state) {
-    if (state >= kCodedStates || StepOp<Options>::states[state].code != code_of_state(state)) return false;
+    if (state >= kCodedStates || StepOp<Options>::states.begin()[state].code != code_of_state(state)) return false;
   }
   return states > 0;
 }
