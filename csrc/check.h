@@ -19,23 +19,12 @@ struct Backend {
   AllowedDTypes dtypes;
   bool has_device_pointers;  // pointers that the host must not follow
   bool has_streams;
-  decltype(&cpu::scale) scale;
-  decltype(&cpu::axpby) axpby;
-  decltype(&cpu::norms_workspace) norms_workspace;
-  decltype(&cpu::l2norm) l2norm;
-  decltype(&cpu::update_scale) update_scale;
-  decltype(&cpu::block_factors) block_factors;
-  decltype(&cpu::count_skip) count_skip;
 #define AMPCTX_MEMBER_OF(op, Options, backend) decltype(&backend::op) op;
-  AMPCTX_STEP_OPS(AMPCTX_MEMBER_OF, cpu)
+  AMPCTX_ALL_OPS(AMPCTX_MEMBER_OF, cpu)
 #undef AMPCTX_MEMBER_OF
-  decltype(&cpu::larc) larc;
 };
-
 #define AMPCTX_KERNEL(op, Options, backend) backend::op,
-#define AMPCTX_KERNELS(backend)                                                                     \
-  backend::scale, backend::axpby, backend::norms_workspace, backend::l2norm, backend::update_scale, \
-      backend::block_factors, backend::count_skip, AMPCTX_STEP_OPS(AMPCTX_KERNEL, backend) backend::larc
+#define AMPCTX_KERNELS(backend) AMPCTX_ALL_OPS(AMPCTX_KERNEL, backend)
 
 struct ListArgument {
   const char* name;
@@ -246,8 +235,10 @@ class Scope {
       return self.memory_.back().mutable_data();
     };
     if (!call.backend.has_streams) return;
-    guard_ = torch_abi::device_guard(device_.index);
-    context.stream = torch_abi::current_cuda_stream(device_.index);
+    DeviceGuardHandle guard = nullptr;
+    AMPCTX_TORCH(aoti_torch_create_device_guard, device_.index, &guard);
+    guard_.reset(guard);
+    AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_.index, &context.stream);
     context.device = device_.index;
   }
 

@@ -28,12 +28,12 @@ namespace ampctx {
 namespace {
 
 #ifdef AMPCTX_CUDA_EMULATION
-constexpr Backend kEmulated = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
+constexpr Backend kCpu = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
 #else
 constexpr Backend kCpu = {"CPU", kCpuDTypes, false, false, AMPCTX_KERNELS(cpu)};
+#endif
 #ifdef AMPCTX_WITH_CUDA
 constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)};
-#endif
 #endif
 
 // The arguments of an update of the scale, if an op has one; `scale` by the name that the op gives it.
@@ -455,13 +455,9 @@ Kernel find(const std::vector<Op>& ops, const char* name) {
 }  // namespace
 
 Kernel kernel_of(const char* op, int32_t device_type) {
-#ifdef AMPCTX_CUDA_EMULATION
-  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kEmulated>(), op);
-#else
   if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kCpu>(), op);
 #ifdef AMPCTX_WITH_CUDA
   if (device_type == aoti_torch_device_type_cuda()) return find(ops_of<kCuda>(), op);
-#endif
 #endif
   return nullptr;
 }
@@ -469,14 +465,10 @@ Kernel kernel_of(const char* op, int32_t device_type) {
 namespace {
 
 int register_for(const char* backend, const char* ns) {
-#ifdef AMPCTX_CUDA_EMULATION
-  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kEmulated>(ns);
-#else
   if (std::strcmp(backend, "cpu") == 0) return register_kernels<kCpu>(ns);
 #ifdef AMPCTX_WITH_CUDA
   if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
   if (std::strcmp(backend, "cuda") == 0) return register_kernels<kCuda>(ns);
-#endif
 #endif
   return 4;  // built without this backend
 }

@@ -163,4 +163,10 @@ AMPCTX_ENTRIES
 #undef AMPCTX_ENTRIES
 #undef AMPCTX_ENTRY
 
+// All of them: OP(name, Options, with).
+#define AMPCTX_ALL_OPS(OP, with)                                                                                      \
+  OP(scale, , with)                                                                                                   \
+  OP(axpby, , with) OP(norms_workspace, , with) OP(l2norm, , with) OP(update_scale, , with) OP(block_factors, , with) \
+      OP(count_skip, , with) OP(larc, , with) AMPCTX_STEP_OPS(OP, with)
+
 }  // namespace ampctx

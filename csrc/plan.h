@@ -25,16 +25,7 @@ namespace plan {
 using python_abi::Reference;
 
 // What a plan returns where it does not run. ampctx/kernels/plan.py names them.
-enum Code {
-  kRuns = 0,
-  kGroups = 1,
-  kState = 2,
-  kNewGradients = 3,
-  kGradients = 4,
-  kTensors = 5,
-  kShared = 6,
-  kBusy = 7
-};
+enum Code { kRuns, kGroups, kState, kNewGradients, kGradients, kTensors, kShared, kBusy };
 
 // Given by use_python(), and kept for good.
 struct Torch {
@@ -257,15 +248,16 @@ inline bool is_shared(State& state) {
   return false;
 }
 
-// A number, a flag or a plain tensor. False for anything else.
+// A number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything else.
 inline bool take_value(PyObject* from, Value& value) {
-  if (PyFloat_Check(from) || PyLong_Check(from)) {
-    value.number = PyFloat_AsDouble(from);
-    if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
-    return !PyErr_Occurred();
-  }
-  if (is_plain(from) && read(from, value.view)) return true;
-  return false;
+  View& view = value.view;
+  if (!PyFloat_Check(from) && !PyLong_Check(from)) return is_plain(from) && read(from, view);
+  value.number = PyFloat_AsDouble(from);
+  if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
+  view.data = &value.number, view.numel = 1, view.dtype = aoti_torch_dtype_float64();
+  view.device = torch_abi::Device::cpu();
+  view.is_defined = view.is_strided = view.is_contiguous = view.has_memory = true;
+  return !PyErr_Occurred();
 }
 
 // What one call is given at a run: lists of tensors for its columns of -1, then its values.
@@ -285,10 +277,13 @@ struct Given {
         continue;
       }
       PyObject* const tensors = PyTuple_GetItem(arguments, next++);
-      if (!tensors) return false;
-      if (!take_list(tensors)) return false;
+      if (!tensors || !take_list(tensors)) return false;
     }
-    return take_values(arguments, next);
+    values.resize(PyTuple_Size(arguments) - next);
+    for (Value& value : values) {
+      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
+    }
+    return true;
   }
 
   // Adds a list of tensors. False where one is not plain; an exception may be set.
@@ -301,21 +296,6 @@ struct Given {
       const Reference tensor(PySequence_GetItem(tensors, i));
       if (!tensor.get() || !is_plain(tensor.get()) || !read(tensor.get(), (*fresh.back())[i])) return false;
       if (is_negated(tensor.get(), (*fresh.back())[i])) return false;
-    }
-    return true;
-  }
-
-  bool take_values(PyObject* arguments, Py_ssize_t next) {
-    const Py_ssize_t count = PyTuple_Size(arguments);
-    values.resize(count - next);
-    for (Value& value : values) {
-      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
-      // A number may stand for a tensor of one element.
-      if (!value.view.is_defined) {
-        value.view.data = &value.number, value.view.numel = 1, value.view.dtype = aoti_torch_dtype_float64();
-        value.view.device = torch_abi::Device::cpu();
-        value.view.is_defined = value.view.is_strided = value.view.is_contiguous = value.view.has_memory = true;
-      }
     }
     return true;
   }

@@ -234,19 +234,6 @@ inline Tensor empty(const int64_t* size, int32_t dtype, Device device) {
   return Tensor(handle);
 }
 
-// Makes a device of CUDA the current one.
-inline Owned<DeviceGuardOpaque> device_guard(int32_t index) {
-  DeviceGuardHandle guard = nullptr;
-  AMPCTX_TORCH(aoti_torch_create_device_guard, index, &guard);
-  return Owned<DeviceGuardOpaque>(guard);
-}
-
-inline void* current_cuda_stream(int32_t device_index) {
-  void* stream = nullptr;
-  AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_index, &stream);
-  return stream;
-}
-
 // Shows a call to torch's profiler, as torch's dispatcher does.
 inline Owned<AtenRecordFunctionOpaque> shown(const char* name) {
   AtenRecordFunctionHandle range = nullptr;

@@ -5,57 +5,42 @@
 namespace ampctx::cuda {
 namespace {
 
-struct ScaleFunctor {
-  float scale;
-  bool finite = true;
-
-  template <int n>
-  __device__ void operator()(float (&value)[2][n], const Places&) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      finite = finite && is_finite(value[0][k]);
-      value[1][k] = scale_element(value[0][k], scale);
-    }
-  }
-};
-
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor scale,
-                 unsigned* tickets, KernelUpdate update) {
-  ScaleFunctor functor{scale.get()};
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), functor);
-  });
-  if (!functor.finite) *found_inf.word = found_inf.raised;
-  if (!update.scale || !is_last_block(tickets)) return;
-  if (threadIdx.x == 0) update.apply(found_inf);
-}
-
-struct AxpbyFunctor {
-  float a, b;
-  int arg_to_check;
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor factor,
+                 unsigned* tickets, ScaleUpdate update) {
+  const float scale = factor.get();
   bool finite = true;
-
-  template <int n>
-  __device__ void operator()(float (&value)[3][n], const Places&) {
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
-      value[2][k] = axpby_element(value[0][k], value[1][k], a, b);
-    }
-  }
-};
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        finite = finite && is_finite(value[0][k]);
+        value[1][k] = scale_element(value[0][k], scale);
+      }
+    });
+  });
+  if (!finite) *found_inf.word = found_inf.raised;
+  if (!update.state.scale || !is_last_block(tickets)) return;
+  if (threadIdx.x == 0) apply(update);
+}
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
     axpby_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor a, KernelFactor b,
                  int arg_to_check) {
-  AxpbyFunctor functor{a.get(), b.get(), arg_to_check};
+  const float by_x = a.get(), by_y = b.get();
+  bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), functor);
+    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
+        value[2][k] = axpby_element(value[0][k], value[1][k], by_x, by_y);
+      }
+    });
   });
-  if (!functor.finite) *found_inf.word = found_inf.raised;
+  if (!finite) *found_inf.word = found_inf.raised;
 }
 
 // Norms, of all tensors and of each. Each block leaves the sum of its share; the block that ends last adds them in
@@ -76,19 +61,6 @@ struct L2NormTargets {
         norm(static_cast<float*>(outputs.norm)),
         again(static_cast<float*>(outputs.again)),
         tickets(tickets_for(context)) {}
-};
-
-struct L2NormFunctor {
-  float inv_scale;
-  float sum[1] = {};
-  bool finite = true;
-
-  template <int n>
-  __device__ void operator()(float (&value)[1][n], const Places&) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) finite = finite && is_finite(value[0][k]);
-    sum[0] += L2Norm::of(value[0], inv_scale);
-  }
 };
 
 // Called by a warp of each block that has left a piece of the tensor: the norm of the tensor, where it is in more than
@@ -129,16 +101,21 @@ __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
 // the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
 template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
-    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
-                  L2NormTargets to, KernelUpdate update) {
-  L2NormFunctor functor{inv_scale.get()};
+    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
+                  L2NormTargets to, ScaleUpdate update) {
+  const float inv_scale = factor.get();
   float sum = 0;
+  bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.sum[0] = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
-    sum += functor.sum[0];
+    float of_segment[1] = {};
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) finite = finite && is_finite(value[0][k]);
+      of_segment[0] += L2Norm::of(value[0], inv_scale);
+    });
+    sum += of_segment[0];
     if constexpr (per_tensor) {
-      leave_piece<L2Norm>(table, share, tensor, functor.sum, to.pieces);
+      leave_piece<L2Norm>(table, share, tensor, of_segment, to.pieces);
       const bool is_whole = begin == 0 && size == table.offset[tensor + 1] - table.offset[tensor];
       if (is_whole && threadIdx.x == 0) {
         *static_cast<float*>(tensor_data(table, 1, tensor)) = L2Norm::finish(to.pieces[int64_t{blockIdx.x} + tensor]);
@@ -146,12 +123,12 @@ __global__ void __launch_bounds__(kThreads)
     }
   });
   if (per_tensor && threadIdx.x < kWarp) finish_tensors(table, share, to);
-  if (!functor.finite) *found_inf.word = found_inf.raised;
+  if (!finite) *found_inf.word = found_inf.raised;
   sum = join_block<L2Norm>(sum);
   if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
   if (!is_last_block(to.tickets)) return;
   join_all(to, to.blocks + gridDim.x);
-  if (threadIdx.x == 0) update.apply(found_inf);
+  if (threadIdx.x == 0 && update.state.scale) apply(update);
 }
 
 // The launches for the tables of a call use the same pieces and tickets, one after the other. Each joins the blocks so
@@ -164,14 +141,12 @@ void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf fo
     constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
     left -= table.count;
     const Split grid = launch_over<kernel>(context, table, found_inf, KernelFactor(inv_scale), to,
-                                           left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+                                           left == 0 && update ? *update : ScaleUpdate{});
     to.blocks += grid.blocks;
   });
 }
 
-__global__ void update_scale_kernel(ScaleState state, ScaleRule rule) {
-  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, state.found_inf.is_set(), rule);
-}
+__global__ void update_scale_kernel(ScaleState state, ScaleRule rule) { apply({state, rule}); }
 
 __global__ void block_factors_kernel(const float* scale, BlockFactors to) {
   block_factors_element(scale, to.scale, to.inverse, to.found_inf);
@@ -192,7 +167,7 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
     left -= table.count;
     launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
-                        left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+                        left == 0 && update ? *update : ScaleUpdate{});
   });
 }
 

@@ -39,12 +39,15 @@ void walk_lamb(const Context& context, const StepCall& call, const LambOptions& 
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   for_each_table<depth>(context, lists, [&](const auto& table) {
     if (has_ratio(options)) {
+      counts.tickets = nullptr;
       const int64_t share = launch(Take<Walk::moments>{}, table, parameters, counts).share;
       parameters.step.skips = {};
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      launch(Take<Walk::weights>{}, table, parameters, counts.advanced(tickets));
+      counts.tickets = tickets;
+      launch(Take<Walk::weights>{}, table, parameters, counts);
     } else {
-      launch(Take<Walk::all>{}, table, parameters, counts.advanced(tickets));
+      counts.tickets = tickets;
+      launch(Take<Walk::all>{}, table, parameters, counts);
       parameters.step.skips = {};
     }
     counts.first += table.count;
@@ -149,7 +152,6 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
   if (call.step.is_skipped()) return;
   __shared__ CodeTable<states> codes;
   codes.fill();
-  const StateRounding<states> rounding{codes, how.is_random};
   const GradientScale<true> gradient(call.step.inv_scale.get(), call.step.maximize);
   const float lr = call.step.lr.get();
   Lamb<float> lamb = call.lamb;
@@ -160,17 +162,18 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
         if constexpr (walk == Walk::weights) {
           rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
         }
-        for_each_step_octet(table, tensor, begin, size, rounding, call.step.write_back, [&](const auto& octet) {
+        const RoundedTensor<states, Table> lists(table, tensor, codes, how.is_random, call.step.write_back);
+        for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
           Weights value;
           float state[states][kVector], u[kVector];
-          octet.template load<walk != Walk::weights>(value, state);
+          lists.template load<walk != Walk::weights>(octet, value, state);
           if constexpr (walk != Walk::weights) {
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
               lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], state[0][k], state[1][k]);
             }
-            if (how.unscales) octet.store_grads(value[0]);
-            octet.store_states(scalars.key, state);
+            if (how.unscales) lists.store_grads(octet, value[0]);
+            lists.store_states(octet, scalars.key, state);
           }
 #pragma unroll
           for (int k = 0; k < kVector; ++k) {
@@ -178,13 +181,13 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
           }
           if constexpr (walk == Walk::moments) {
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) u[k] = octet.has(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
+            for (int k = 0; k < kVector; ++k) u[k] = k < octet.count ? u[k] : 0.0f;  // 0 / 0 where eps is 0
             sum[0] += L2Norm::of(value[1], 1.0f);
             sum[1] += L2Norm::of(u, 1.0f);
           } else {
 #pragma unroll
             for (int k = 0; k < kVector; ++k) value[1][k] -= rate * u[k];
-            octet.store_weights(scalars.key, value);
+            lists.store_weights(octet, scalars.key, value);
           }
         });
         if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, sum, call.partial);

@@ -7,76 +7,52 @@ namespace {
 
 // LARC: a walk for the norms, then one that rewrites the gradients.
 
-struct LarcNormsFunctor {
-  float inv_scale;
-  float sum[2] = {};  // of gradient and weight
-
-  template <int n>
-  __device__ void operator()(float (&value)[2][n], const Places&) {
-    sum[0] += L2Norm::of(value[0], inv_scale);
-    sum[1] += L2Norm::of(value[1], 1.0f);
-  }
-};
-
-struct LarcFunctor {
-  float inv_scale;
-  LarcRate<float> rate{};
-
-  template <int n>
-  __device__ void operator()(float (&value)[2][n], const Places&) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) value[0][k] = larc_element(rate, value[0][k] * inv_scale, value[1][k]);
-  }
-};
-
 template <class Table>
-__global__ void __launch_bounds__(kThreads)
-    larc_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
-                      float* partial) {
+__global__ void __launch_bounds__(kThreads) larc_norms_kernel(const __grid_constant__ Table table, int64_t share,
+                                                              FoundInf found_inf, KernelFactor factor, float* partial) {
   if (found_inf.is_set()) return;
-  LarcNormsFunctor functor{inv_scale.get()};
+  const float inv_scale = factor.get();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.sum[0] = functor.sum[1] = 0;
-    for_each_element<2, 0>(table, tensor, begin, size, first_lists(2), functor);
-    leave_piece<L2Norm>(table, share, tensor, functor.sum, partial);
+    float sum[2] = {};  // of gradient and weight
+    for_each_element<2, 0>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+      sum[0] += L2Norm::of(value[0], inv_scale);
+      sum[1] += L2Norm::of(value[1], 1.0f);
+    });
+    leave_piece<L2Norm>(table, share, tensor, sum, partial);
   });
 }
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
+    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
                 KernelFactor lr, Larc<float> larc, const float* norms) {
   if (found_inf.is_set()) return;
-  LarcFunctor functor{inv_scale.get()};
+  const float inv_scale = factor.get();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.rate = larc_rate(larc, lr.get(), norms[int64_t{2} * tensor], norms[int64_t{2} * tensor + 1]);
-    for_each_element<2, one_of_lists(0)>(table, tensor, begin, size, first_lists(2), functor);
+    const auto rate = larc_rate(larc, lr.get(), norms[int64_t{2} * tensor], norms[int64_t{2} * tensor + 1]);
+    for_each_element<2, one_of_lists(0)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        value[0][k] = larc_element(rate, value[0][k] * inv_scale, value[1][k]);
+      }
+    });
   });
 }
 
 // NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
 
-template <class Norm>
-struct GradientNormFunctor {
-  float inv_scale;
-  float norm[1] = {};
-
-  template <int n>
-  __device__ void operator()(float (&value)[1][n], const Places&) {
-    norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
-  }
-};
-
 template <class Norm, class Table>
 __global__ void __launch_bounds__(kThreads)
     gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
-                         KernelClippedFactor inv_scale, float* partial) {
+                         KernelClippedFactor factor, float* partial) {
   if (found_inf.is_set()) return;
-  GradientNormFunctor<Norm> functor{inv_scale.get()};
+  const float inv_scale = factor.get();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.norm[0] = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
-    leave_piece<Norm>(table, share, tensor, functor.norm, partial);
+    float norm[1] = {};
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
+    });
+    leave_piece<Norm>(table, share, tensor, norm, partial);
   });
 }
 

@@ -132,14 +132,15 @@ DeviceTable<depth> copy_table(const Context& context, const TensorLists& lists) 
     table.pointer[list] = reinterpret_cast<void* const*>(memory + count + 1 + list * count);
     table.dtype[list] = lists.dtype[list];
   }
-  Staging::of(context.device).copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
-    staged[0] = 0;
-    for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
-    table.total = staged[count];
-    for (int list = 0; list < depth; ++list) {
-      std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
-    }
-  });
+  of_device<Staging>(context.device)
+      .copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
+        staged[0] = 0;
+        for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
+        table.total = staged[count];
+        for (int list = 0; list < depth; ++list) {
+          std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
+        }
+      });
   return table;
 }
 

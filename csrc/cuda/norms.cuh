@@ -103,8 +103,6 @@ __device__ float norm_of_pieces(const Table& table, int64_t share, int tensor, c
   return Norm::finish(join_warp<Norm>(total));
 }
 
-inline int blocks_for_warps(int64_t warps) { return static_cast<int>((warps * kWarp + kThreads - 1) / kThreads); }
-
 // --- norms of each tensor between two walks of a layer-wise optimizer; nothing where found_inf is set ---
 
 // What OptimizerCall::norms points to: `count` norms of each tensor, and then the partial values they come from. The
@@ -134,8 +132,8 @@ template <class Norm, int count, class Table>
 void launch_layer_norms(const Context& context, const Table& table, int64_t share, FoundInf found_inf,
                         const float* partial, float* norms) {
   constexpr auto kernel = &layer_norms_kernel<Norm, count, Table>;
-  AMPCTX_LAUNCH(kernel, blocks_for_warps(table.count), kThreads, context.stream, table, share, found_inf, partial,
-                norms);
+  const auto blocks = static_cast<int>((int64_t{table.count} * kWarp + kThreads - 1) / kThreads);
+  AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, share, found_inf, partial, norms);
 }
 
 }  // namespace ampctx::cuda

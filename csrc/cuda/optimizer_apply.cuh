@@ -72,18 +72,18 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
   if (call.is_skipped()) return;
   __shared__ CodeTable<states> codes;
   codes.fill();
-  const StateRounding<states> rounding{codes, how.is_random};
   const GradientScale<true> gradient(call.inv_scale.get(), call.maximize);
   const float lr = call.lr.get();
   for_each_step_segment<Lists::kSteps>(
       table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
-        for_each_step_octet(table, tensor, begin, size, rounding, call.write_back, [&](const auto& octet) {
+        const RoundedTensor<states, Table> lists(table, tensor, codes, how.is_random, call.write_back);
+        for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
           Weights value;
           float state[states][kVector];
-          octet.template load<true>(value, state);
+          lists.template load<true>(octet, value, state);
 #pragma unroll
           for (int k = 0; k < kVector; ++k) value[0][k] *= gradient.scale;
-          if (how.unscales) octet.store_grads(value[0]);
+          if (how.unscales) lists.store_grads(octet, value[0]);
 #pragma unroll
           for (int k = 0; k < kVector; ++k) {
             float of_element[states];
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
 #pragma unroll
             for (int s = 0; s < states; ++s) state[s][k] = of_element[s];
           }
-          octet.store_weights(scalars.key, value);
-          octet.store_states(scalars.key, state);
+          lists.store_weights(octet, scalars.key, value);
+          lists.store_states(octet, scalars.key, state);
         });
       });
 }

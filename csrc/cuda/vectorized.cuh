@@ -25,31 +25,26 @@ __device__ __forceinline__ uint16_t to_word(float value) {
   return static_cast<uint16_t>(static_cast<int32_t>(value));
 }
 
-template <DType dtype, int n>
-__device__ __forceinline__ void from_words(const uint16_t (&words)[n], float (&value)[n]) {
+// Calls function(k, type) for n elements of a 16-bit type; the types are told apart once.
+template <int n, class Function>
+__device__ __forceinline__ void for_each_word(DType dtype, const Function& function) {
+  const auto all = [&](auto type) {
 #pragma unroll
-  for (int k = 0; k < n; ++k) value[k] = from_word<dtype>(words[k]);
+    for (int k = 0; k < n; ++k) function(k, type);
+  };
+  if (dtype == DType::f16) return all(std::integral_constant<DType, DType::f16>{});
+  if (dtype == DType::bf16) return all(std::integral_constant<DType, DType::bf16>{});
+  all(std::integral_constant<DType, DType::i16>{});
 }
 
-template <DType dtype, int n>
-__device__ __forceinline__ void to_words(const float (&value)[n], uint16_t (&words)[n]) {
-#pragma unroll
-  for (int k = 0; k < n; ++k) words[k] = to_word<dtype>(value[k]);
-}
-
-// The 16-bit types, told apart once for n elements.
 template <int n>
 __device__ __forceinline__ void from_words(DType dtype, const uint16_t (&words)[n], float (&value)[n]) {
-  if (dtype == DType::f16) return from_words<DType::f16>(words, value);
-  if (dtype == DType::bf16) return from_words<DType::bf16>(words, value);
-  from_words<DType::i16>(words, value);
+  for_each_word<n>(dtype, [&](int k, auto type) { value[k] = from_word<type>(words[k]); });
 }
 
 template <int n>
 __device__ __forceinline__ void to_words(DType dtype, const float (&value)[n], uint16_t (&words)[n]) {
-  if (dtype == DType::f16) return to_words<DType::f16>(value, words);
-  if (dtype == DType::bf16) return to_words<DType::bf16>(value, words);
-  to_words<DType::i16>(value, words);
+  for_each_word<n>(dtype, [&](int k, auto type) { words[k] = to_word<type>(value[k]); });
 }
 
 __device__ inline float load_element(const void* base, DType dtype, int64_t i) {
@@ -252,6 +247,10 @@ __device__ __forceinline__ void compute(const Table& table, unsigned read, const
   }
 }
 
+// How many elements of each list a functor is given.
+template <class Values>
+constexpr int kCount = std::extent_v<std::remove_reference_t<Values>, 1>;
+
 // How many elements of each list are computed at a time: as many as there are registers for.
 __host__ __device__ constexpr int elements_at_once(int walked) { return walked < 4 ? kVector : kVector / 2; }
 
@@ -262,7 +261,7 @@ __host__ __device__ constexpr int elements_at_once(int walked) { return walked <
 // elements, and so the order of a sum, depends on sizes and types alone.
 template <int walked, unsigned written, int at_once = elements_at_once(walked), class Table, class Functor>
 __device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size,
-                                                 unsigned read, Functor& functor) {
+                                                 unsigned read, Functor&& functor) {
   constexpr int unroll = walked <= 2 ? 2 : 1;  // more bytes under way where there is one list to read
   void* base[walked];
   bool aligned[walked], has_f32 = false;
