@@ -31,12 +31,15 @@ struct ListArgument {
   const Views& tensors;
 };
 
-// The name of a tensor of a list.
-struct Indexed {
+// Of an argument, or of the tensor at an index of a list.
+struct Name {
   const char* name;
-  size_t index;
-  friend std::ostream& operator<<(std::ostream& out, const Indexed& self) {
-    return out << self.name << "[" << self.index << "]";
+  int64_t index;
+
+  Name(const char* name, int64_t index = -1) : name(name), index(index) {}
+  friend std::ostream& operator<<(std::ostream& out, const Name& self) {
+    out << self.name;
+    return self.index < 0 ? out : out << "[" << self.index << "]";
   }
 };
 
@@ -46,7 +49,7 @@ inline bool to_dtype(int32_t number, DType& dtype) {
   return type && dtype <= DType::u8;
 }
 
-// A call of an op, and its device. A name of a tensor is anything that prints.
+// A call of an op, and its device.
 class Call {
  public:
   Call(const char* op, const Backend& backend, const char* name, const View& tensor)
@@ -56,39 +59,34 @@ class Call {
       : Call(op, backend, "found_inf", found_inf) {
     if (first.tensors.empty()) return;
     device = first.tensors[0].device;
-    decided_by_ = std::string(first.name) + "[0]";
+    decided_by_ = Name(first.name, 0);
   }
 
-  template <class Name, class... Why>
-  [[noreturn]] void refuse(const Name& name, const Why&... why) const {
+  template <class... Why>
+  [[noreturn]] void refuse(Name name, const Why&... why) const {
     fail(op, ": ", name, " ", why...);
   }
 
-  template <class Name>
-  void check_defined(const Name& name, const View& tensor) const {
+  void check_defined(Name name, const View& tensor) const {
     if (!tensor.is_defined) refuse(name, "is None, expected a tensor");
   }
 
-  template <class Name>
-  void check_dtype(const Name& name, const View& tensor, int32_t dtype) const {
+  void check_dtype(Name name, const View& tensor, int32_t dtype) const {
     if (tensor.dtype == dtype) return;
     refuse(name, "has dtype ", dtype_name(tensor.dtype), ", expected ", dtype_name(dtype).substr(sizeof("torch.") - 1));
   }
 
-  template <class Name>
-  void check_device(const Name& name, const View& tensor) const {
+  void check_device(Name name, const View& tensor) const {
     if (tensor.device != device) {
       refuse(name, "is on ", tensor.device.name(), ", ", decided_by_, " is on ", device.name());
     }
   }
 
-  template <class Name>
-  void check_memory(const Name& name, const View& tensor) const {
+  void check_memory(Name name, const View& tensor) const {
     if (!tensor.has_memory) refuse(name, "has no memory: its storage has been freed or made smaller");
   }
 
-  template <class Name>
-  void check_one_element(const Name& name, const View& tensor) const {
+  void check_one_element(Name name, const View& tensor) const {
     check_defined(name, tensor);
     if (tensor.numel != 1) refuse(name, "has ", tensor.numel, " elements, expected 1");
   }
@@ -99,8 +97,7 @@ class Call {
   }
 
   // The memory of a contiguous tensor.
-  template <class Name>
-  void* data(const Name& name, const View& tensor) const {
+  void* data(Name name, const View& tensor) const {
     check_device(name, tensor);
     if (!tensor.is_contiguous) refuse(name, "is not contiguous");
     check_memory(name, tensor);
@@ -108,8 +105,8 @@ class Call {
   }
 
   // The one element.
-  template <class T = float, class Name>
-  T* element(const Name& name, const View& tensor, int32_t dtype = aoti_torch_dtype_float32()) const {
+  template <class T = float>
+  T* element(Name name, const View& tensor, int32_t dtype = aoti_torch_dtype_float32()) const {
     check_one_element(name, tensor);
     check_dtype(name, tensor, dtype);
     check_device(name, tensor);
@@ -121,7 +118,7 @@ class Call {
   PerTensor elements(const ListArgument& argument) const {
     PerTensor pointers(argument.tensors.size());
     for (size_t i = 0; i < pointers.size(); ++i) {
-      pointers[i] = element(Indexed{argument.name, i}, argument.tensors[i]);
+      pointers[i] = element(Name(argument.name, i), argument.tensors[i]);
     }
     return pointers;
   }
@@ -139,7 +136,7 @@ class Call {
   }
 
   // A factor is an fp32 scalar on the device of the call, or an fp32 or fp64 one on the CPU, which is read here.
-  Factor factor(const char* name, const View& factor) const {
+  Factor factor(Name name, const View& factor) const {
     check_one_element(name, factor);
     const bool is_f32 = factor.dtype == aoti_torch_dtype_float32(), is_cpu = factor.device.is_cpu();
     if (!is_cpu) check_device(name, factor);
@@ -177,7 +174,7 @@ class Call {
     lists.total_tensors = static_cast<int64_t>(tensors.size());
     lists.pointer[list].reserve(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const Indexed name{argument.name, i};
+      const Name name(argument.name, i);
       const View &view = tensors[i], &first = first_argument.tensors[i];
       if (!view.is_strided) refuse(name, "is not a strided tensor");
       if (DType other; !known || (view.dtype != code && !(to_dtype(view.dtype, other) && allows(allowed, other)))) {
@@ -188,14 +185,14 @@ class Call {
       }
       check_device(name, view);
       if (view.numel != first.numel) {
-        refuse(name, "has ", view.numel, " elements, ", Indexed{first_argument.name, i}, " has ", first.numel);
+        refuse(name, "has ", view.numel, " elements, ", Name(first_argument.name, i), " has ", first.numel);
       }
       if (view.numel == 0) continue;
       if (!view.is_contiguous && !is_dense(view.layout)) {
         refuse(name, "is not contiguous: its elements do not fill one block of memory");
       }
       if (!(view.is_contiguous && first.is_contiguous) && !same_strides(view.layout, first.layout)) {
-        refuse(name, "and ", Indexed{first_argument.name, i}, " have different memory layouts");
+        refuse(name, "and ", Name(first_argument.name, i), " have different memory layouts");
       }
       check_memory(name, view);
       lists.pointer[list].push_back(view.data);
@@ -219,7 +216,7 @@ class Call {
   Device device;
 
  private:
-  std::string decided_by_;
+  Name decided_by_;
 };
 
 // Makes the device of a call current for its duration, and keeps the memory that its kernels ask for: torch gives it

@@ -308,8 +308,8 @@ class StepArguments {
     }
     if (!coded && !step.stochastic_state) return;
     const std::string what = coded ? std::string(coded) + " in codes" : "stochastic_state";
-    if (step.lists.computes_in_f64()) call.refuse(what, "does not go with float64 tensors");
-    if (uncoded) call.refuse(what, "does not go with ", uncoded, ", which must not be rounded down");
+    if (step.lists.computes_in_f64()) call.refuse(what.c_str(), "does not go with float64 tensors");
+    if (uncoded) call.refuse(what.c_str(), "does not go with ", uncoded, ", which must not be rounded down");
   }
 
   // The scales of codes, for the tensors that have elements.
@@ -318,14 +318,14 @@ class StepArguments {
     std::vector<void*> pointers;
     pointers.reserve(scales.tensors.size());
     for (size_t i = 0; i < scales.tensors.size(); ++i) {
-      const Indexed name{scales.name, i};
+      const Name name(scales.name, i);
       const View& view = scales.tensors[i];
       if (!view.is_strided) call.refuse(name, "is not a strided tensor");
       call.check_dtype(name, view, aoti_torch_dtype_float32());
       call.check_device(name, view);
       if (const int64_t expected = code_blocks(grads().tensors[i].numel); view.numel != expected) {
         call.refuse(name, "has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of ",
-                    Indexed{"grads", i});
+                    Name("grads", i));
       }
       void* const data = call.data(name, view);
       if (view.numel > 0) pointers.push_back(data);

@@ -163,10 +163,11 @@ AMPCTX_ENTRIES
 #undef AMPCTX_ENTRIES
 #undef AMPCTX_ENTRY
 
-// All of them: OP(name, Options, with).
-#define AMPCTX_ALL_OPS(OP, with)                                                                                      \
-  OP(scale, , with)                                                                                                   \
-  OP(axpby, , with) OP(norms_workspace, , with) OP(l2norm, , with) OP(update_scale, , with) OP(block_factors, , with) \
-      OP(count_skip, , with) OP(larc, , with) AMPCTX_STEP_OPS(OP, with)
+// All of them: OP(name, unused, with).
+// clang-format off
+#define AMPCTX_ALL_OPS(OP, with)                                                                                     \
+  OP(scale, 0, with) OP(axpby, 0, with) OP(norms_workspace, 0, with) OP(l2norm, 0, with) OP(update_scale, 0, with)   \
+  OP(block_factors, 0, with) OP(count_skip, 0, with) OP(larc, 0, with) AMPCTX_STEP_OPS(OP, with)
+// clang-format on
 
 }  // namespace ampctx

@@ -107,7 +107,7 @@ struct Column {
   bool is_grads() const { return from == From::kGrads; }
 };
 
-struct Call {
+struct PlannedCall {
   std::string name;  // as the profiler shows it
   Kernel kernel;
   std::vector<int> columns;  // -1: given at each run
@@ -117,7 +117,7 @@ struct Call {
 struct State {
   PyObject *kept, *groups, *members, *mappings, *idle;  // `kept` keeps the others, and the columns
   std::vector<Column> columns;
-  std::vector<Call> calls;
+  std::vector<PlannedCall> calls;
   std::vector<const void*> seen;  // of `is_shared`
   bool is_running = false;
 };
@@ -268,7 +268,7 @@ struct Given {
   std::vector<const Views*> lists;
   std::vector<Value> values;
 
-  bool take(State& state, const Call& call, PyObject* arguments) {
+  bool take(State& state, const PlannedCall& call, PyObject* arguments) {
     Py_ssize_t next = 0;
     name = call.name.c_str(), kernel = call.kernel;
     for (const int column : call.columns) {
@@ -321,7 +321,7 @@ inline bool run_calls(const std::vector<Given>& given) {
 
 // Tells autograd what was written.
 inline bool bump_versions(const State& state) {
-  for (const Call& call : state.calls) {
+  for (const PlannedCall& call : state.calls) {
     for (const int written : call.written) {
       const Column& column = state.columns[written];
       PyObject* const tensors = column.read ? column.read : column.owners;
@@ -425,7 +425,7 @@ inline bool add_calls(State& state, PyObject* calls) {
     const char* op;
     PyObject *columns, *written;
     if (!PyArg_ParseTuple(PyList_GetItem(calls, i), "sOO", &op, &columns, &written)) return false;
-    Call& call = state.calls.emplace_back();
+    PlannedCall& call = state.calls.emplace_back();
     call.name = std::string("ampctx::") + op;
     for (Py_ssize_t k = 0; k < PyList_Size(columns); ++k) {
       call.columns.push_back(add_column(state, PyList_GetItem(columns, k)));

@@ -80,12 +80,10 @@ struct DeviceTable {
 };
 
 // With Adam, 78 tensors take the small table, and up to 675 the large one: ResNet-50 (161), BERT-large (393).
-template <int depth, int parameters>
-using TableIn = Table<depth, parameters - kOtherParameters>;
 template <int depth>
-using SmallTable = TableIn<depth, kFewParameters>;
+using SmallTable = Table<depth, kFewParameters - kOtherParameters>;
 template <int depth>
-using LargeTable = TableIn<depth, kManyParameters>;
+using LargeTable = Table<depth, kManyParameters - kOtherParameters>;
 
 // How many bytes of parameters a kernel may have, by its first one.
 template <class First>
