@@ -53,7 +53,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 
 # The sources that nvcc compiles slowest.
-LONGEST = ("multi_tensor_lamb", "adam", "multi_tensor_novograd", "sgd", "rounded_lamb", "adagrad", "lion", "muon")
+LONGEST = ("lamb", "adam", "layerwise", "sgd", "adagrad", "lion", "muon", "elementwise")
 
 SANITIZE_FLAGS = ()
 if os.environ.get("AMPCTX_SANITIZE", "0") == "1":

@@ -1,12 +1,110 @@
-// The arguments of one call of an op, in their order, and its results.
+// The arguments of one call of an op, in their order, and its results; and what ops know of a tensor: read through
+// torch's C shim for the arguments of the dispatcher, and through DLPack for those of a plan (plan.h), where the caller
+// keeps the tensors.
 #pragma once
 
+#include <algorithm>
 #include <deque>
-#include <optional>
 
-#include "tensors.h"
+#include "python_abi.h"
+#include "torch_abi.h"
 
 namespace ampctx {
+
+// The arrays are the tensor's.
+struct Layout {
+  int64_t dim = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+};
+
+struct View {
+  void* data = nullptr;
+  int64_t numel = 0;
+  Layout layout;
+  int32_t dtype = 0;
+  torch_abi::Device device{};
+  bool is_defined = false;  // not where None stands for a tensor
+  bool is_strided = false;  // only then the rest is known
+  bool is_contiguous = false;
+  bool has_memory = false;  // its elements, if any, lie within its storage
+};
+
+using Views = std::vector<View>;
+
+inline bool is_contiguous(const Layout& layout) {
+  int64_t expected = 1;
+  for (int64_t d = layout.dim - 1; d >= 0; --d) {
+    if (layout.sizes[d] == 1) continue;
+    if (layout.strides[d] != expected) return false;
+    expected *= layout.sizes[d];
+  }
+  return true;
+}
+
+// Whether the elements fill one block of memory without holes or overlap.
+inline bool is_dense(const Layout& layout) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  for (int64_t d = 0; d < layout.dim; ++d) {
+    if (layout.sizes[d] > 1) dims.emplace_back(layout.strides[d], layout.sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+// Whether element k in memory of one dense tensor is element k in memory of the other.
+inline bool same_strides(const Layout& a, const Layout& b) {
+  if (a.dim != b.dim) return false;
+  for (int64_t d = 0; d < a.dim; ++d) {
+    if (a.sizes[d] != b.sizes[d] || (a.sizes[d] > 1 && a.strides[d] != b.strides[d])) return false;
+  }
+  return true;
+}
+
+// The types that ops take, first those of DType in its order: torch's number, and DLPack's kind and bits.
+struct ElementType {
+  int32_t (*number)();
+  uint8_t kind, bits;
+};
+constexpr ElementType kTypes[] = {
+    {aoti_torch_dtype_float32, python_abi::kDLFloat, 32},   {aoti_torch_dtype_float16, python_abi::kDLFloat, 16},
+    {aoti_torch_dtype_bfloat16, python_abi::kDLBfloat, 16}, {aoti_torch_dtype_float64, python_abi::kDLFloat, 64},
+    {aoti_torch_dtype_int16, python_abi::kDLInt, 16},       {aoti_torch_dtype_int8, python_abi::kDLInt, 8},
+    {aoti_torch_dtype_uint8, python_abi::kDLUInt, 8},       {aoti_torch_dtype_int32, python_abi::kDLInt, 32},
+    {aoti_torch_dtype_int64, python_abi::kDLInt, 64},
+};
+
+// Null for other types.
+inline const ElementType* type_of(int32_t number) {
+  const auto is_it = [&](const ElementType& type) { return type.number() == number; };
+  const auto* const found = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
+  return found == std::end(kTypes) ? nullptr : found;
+}
+
+// `is_written`: torch then makes a copy-on-write tensor's own memory.
+inline View view_of(const torch_abi::Tensor& tensor, bool is_written) {
+  View view;
+  view.is_defined = tensor.is_defined();
+  if (!view.is_defined) return view;
+  view.dtype = tensor.dtype(), view.numel = tensor.numel();
+  view.device = {tensor.device_type(), tensor.device_index()};
+  view.is_strided = tensor.layout() == aoti_torch_layout_strided();
+  if (!view.is_strided) return view;
+  view.layout = {tensor.dim(), tensor.sizes(), tensor.strides()};
+  view.is_contiguous = tensor.is_contiguous();
+  // Somebody may have freed the storage (FSDP does between uses of a parameter) or made it smaller under a view; the
+  // address is then null, or null and an offset, or one behind the end.
+  const ElementType* const type = type_of(view.dtype);
+  const int64_t bytes = type ? type->bits / 8 : 0;
+  view.has_memory = view.numel == 0 || (tensor.storage_offset() + view.numel) * bytes <= tensor.storage_bytes();
+  if (view.has_memory && type) view.data = is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data());
+  return view;
+}
 
 // A number or a tensor that a plan was given.
 struct Value {

@@ -1,92 +1,200 @@
-// Argument checks, made once at the entry of an op. Each error names the op, the argument and the index. The outcome is
-// free of torch: TensorLists, FoundInf, Factor. Without compiled kernels ampctx/kernels/fallbacks.py refuses the same
-// calls.
+// The kernels of a backend, and the checks of a call's arguments, made once at the entry of an op. Each error names the
+// op, the argument and the index. The outcome is free of torch: TensorLists, FoundInf, Factor. Without compiled kernels
+// ampctx/kernels/fallbacks.py refuses the same calls.
 #pragma once
 
+#include <initializer_list>
 #include <utility>
 
 #include "arguments.h"
-#include "optimizer_ops.h"
+#include "ops.h"
 
 namespace ampctx {
 
 using torch_abi::Device;
 using torch_abi::dtype_name;
 
+struct Backend {
+  const char* dispatch_key;
+  AllowedDTypes dtypes;
+  bool has_device_pointers;  // pointers that the host must not follow
+  bool has_streams;
+#define AMPCTX_MEMBER_OF(op, Options, backend) decltype(&backend::op) op;
+  AMPCTX_ALL_OPS(AMPCTX_MEMBER_OF, cpu)
+#undef AMPCTX_MEMBER_OF
+};
+#define AMPCTX_KERNEL(op, Options, backend) backend::op,
+#define AMPCTX_KERNELS(backend) AMPCTX_ALL_OPS(AMPCTX_KERNEL, backend)
+
 struct ListArgument {
   const char* name;
   const Views& tensors;
 };
 
-// The device of a call, and the argument that decides it, for messages.
-struct CallDevice {
-  Device device;
-  std::string decided_by;
+// Of an argument, or of the tensor at an index of a list.
+struct Name {
+  const char* name;
+  int64_t index;
+
+  Name(const char* name, int64_t index = -1) : name(name), index(index) {}
+  friend std::ostream& operator<<(std::ostream& out, const Name& self) {
+    out << self.name;
+    return self.index < 0 ? out : out << "[" << self.index << "]";
+  }
 };
 
-inline CallDevice call_device(const ListArgument& first, const View& found_inf) {
-  if (first.tensors.empty()) return {found_inf.is_defined ? found_inf.device : Device::cpu(), "found_inf"};
-  return {first.tensors[0].device, std::string(first.name) + "[0]"};
+inline bool to_dtype(int32_t number, DType& dtype) {
+  const ElementType* const type = type_of(number);
+  dtype = static_cast<DType>(type ? type - kTypes : 0);
+  return type && dtype <= DType::u8;
 }
 
-inline bool to_dtype(int32_t code, DType& dtype) {
-  if (code == aoti_torch_dtype_float32()) return dtype = DType::f32, true;
-  if (code == aoti_torch_dtype_float16()) return dtype = DType::f16, true;
-  if (code == aoti_torch_dtype_bfloat16()) return dtype = DType::bf16, true;
-  if (code == aoti_torch_dtype_float64()) return dtype = DType::f64, true;
-  if (code == aoti_torch_dtype_int16()) return dtype = DType::i16, true;
-  if (code == aoti_torch_dtype_int8()) return dtype = DType::i8, true;
-  if (code == aoti_torch_dtype_uint8()) return dtype = DType::u8, true;
-  return false;
-}
-
-constexpr const char* kNoMemory = "has no memory: its storage has been freed or made smaller";
-
-// Checks the lists of a call one by one, and gathers what the kernels need of each. The first list comes first.
-class ListChecker {
+// A call of an op, and its device.
+class Call {
  public:
-  ListChecker(const char* op, const CallDevice& call, const ListArgument& first) : op_(op), call_(call), first_(first) {
-    lists.total_tensors = static_cast<int64_t>(first.tensors.size());
+  Call(const char* op, const Backend& backend, const char* name, const View& tensor)
+      : op(op), backend(backend), device(tensor.is_defined ? tensor.device : Device::cpu()), decided_by_(name) {}
+  // The first list decides the device, where it has tensors.
+  Call(const char* op, const Backend& backend, const ListArgument& first, const View& found_inf)
+      : Call(op, backend, "found_inf", found_inf) {
+    if (first.tensors.empty()) return;
+    device = first.tensors[0].device;
+    decided_by_ = Name(first.name, 0);
   }
 
-  void check_length(const ListArgument& argument) const {
-    const size_t count = first_.tensors.size();
-    if (argument.tensors.size() != count) {
-      fail(op_, ": ", argument.name, " has ", argument.tensors.size(), " tensors, ", first_.name, " has ", count);
+  template <class... Why>
+  [[noreturn]] void refuse(Name name, const Why&... why) const {
+    fail(op, ": ", name, " ", why...);
+  }
+
+  void check_defined(Name name, const View& tensor) const {
+    if (!tensor.is_defined) refuse(name, "is None, expected a tensor");
+  }
+
+  void check_dtype(Name name, const View& tensor, int32_t dtype) const {
+    if (tensor.dtype == dtype) return;
+    refuse(name, "has dtype ", dtype_name(tensor.dtype), ", expected ", dtype_name(dtype).substr(sizeof("torch.") - 1));
+  }
+
+  void check_device(Name name, const View& tensor) const {
+    if (tensor.device != device) {
+      refuse(name, "is on ", tensor.device.name(), ", ", decided_by_, " is on ", device.name());
     }
   }
 
-  void add(const ListArgument& argument, const AllowedDTypes& allowed) {
+  void check_memory(Name name, const View& tensor) const {
+    if (!tensor.has_memory) refuse(name, "has no memory: its storage has been freed or made smaller");
+  }
+
+  void check_one_element(Name name, const View& tensor) const {
+    check_defined(name, tensor);
+    if (tensor.numel != 1) refuse(name, "has ", tensor.numel, " elements, expected 1");
+  }
+
+  void check_length(const ListArgument& argument, const ListArgument& first) const {
+    const size_t size = argument.tensors.size(), count = first.tensors.size();
+    if (size != count) refuse(argument.name, "has ", size, " tensors, ", first.name, " has ", count);
+  }
+
+  // The memory of a contiguous tensor.
+  void* data(Name name, const View& tensor) const {
+    check_device(name, tensor);
+    if (!tensor.is_contiguous) refuse(name, "is not contiguous");
+    check_memory(name, tensor);
+    return tensor.data;
+  }
+
+  // The one element.
+  template <class T = float>
+  T* element(Name name, const View& tensor, int32_t dtype = aoti_torch_dtype_float32()) const {
+    check_one_element(name, tensor);
+    check_dtype(name, tensor, dtype);
+    check_device(name, tensor);
+    check_memory(name, tensor);
+    return static_cast<T*>(tensor.data);
+  }
+
+  // One fp32 element of each tensor of the list.
+  PerTensor elements(const ListArgument& argument) const {
+    PerTensor pointers(argument.tensors.size());
+    for (size_t i = 0; i < pointers.size(); ++i) {
+      pointers[i] = element(Name(argument.name, i), argument.tensors[i]);
+    }
+    return pointers;
+  }
+
+  FoundInf found_inf(const View& found_inf) const {
+    check_one_element("found_inf", found_inf);
+    const int32_t dtype = found_inf.dtype;
+    const bool is_int = dtype == aoti_torch_dtype_int32();
+    if (!is_int && dtype != aoti_torch_dtype_float32()) {
+      refuse("found_inf", "has dtype ", dtype_name(dtype), ", expected float32 or int32");
+    }
+    check_device("found_inf", found_inf);
+    check_memory("found_inf", found_inf);
+    return {static_cast<uint32_t*>(found_inf.data), is_int ? 1u : 0x3f800000u, is_int ? 0xffffffffu : 0x7fffffffu};
+  }
+
+  // A factor is an fp32 scalar on the device of the call, or an fp32 or fp64 one on the CPU, which is read here.
+  Factor factor(Name name, const View& factor) const {
+    check_one_element(name, factor);
+    const bool is_f32 = factor.dtype == aoti_torch_dtype_float32(), is_cpu = factor.device.is_cpu();
+    if (!is_cpu) check_device(name, factor);
+    if (!is_f32 && !is_cpu) {
+      refuse(name, "has dtype ", dtype_name(factor.dtype), ", expected float32 on ", device.name());
+    }
+    if (!is_f32 && factor.dtype != aoti_torch_dtype_float64()) {
+      refuse(name, "has dtype ", dtype_name(factor.dtype), ", expected float32 or float64");
+    }
+    check_memory(name, factor);
+    if (!is_f32) return {nullptr, *static_cast<const double*>(factor.data)};
+    const float* value = static_cast<const float*>(factor.data);
+    return backend.has_device_pointers && factor.device == device ? Factor{value, 0.0} : Factor{nullptr, *value};
+  }
+
+  // That factor, clipped where max_norm is not negative. Where the host knows all of it, it becomes one number.
+  ClippedFactor clipped(const Factor& given, const View& grad_norm, double max_norm) const {
+    // A negative number too small for fp32 is -0.0 there, which would clip.
+    const float limit = max_norm < 0 ? -1.0f : static_cast<float>(max_norm);
+    ClippedFactor clipped{given, factor("grad_norm", grad_norm), limit};
+    if (clipped.max_norm < 0 || backend.has_device_pointers) return clipped;
+    clipped.value = clip_factor_element(static_cast<float>(clipped.norm.value), static_cast<float>(given.value),
+                                        std::exchange(clipped.max_norm, -1.0f));
+    return clipped;
+  }
+
+  // Adds a list to those that the kernels walk, where `first` is or will be the first.
+  void add(TensorLists& lists, const ListArgument& argument, const ListArgument& first_argument,
+           const AllowedDTypes& allowed) const {
     const Views& tensors = argument.tensors;
     const bool is_first = lists.depth == 0;
     const int list = lists.depth++;
     const int32_t code = tensors.empty() ? aoti_torch_dtype_float32() : tensors[0].dtype;
     const bool known = to_dtype(code, lists.dtype[list]) && allows(allowed, lists.dtype[list]);
+    lists.total_tensors = static_cast<int64_t>(tensors.size());
     lists.pointer[list].reserve(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto refuse = [&](const auto&... why) { fail(op_, ": ", argument.name, "[", i, "] ", why...); };
-      const View &view = tensors[i], &first = first_.tensors[i];
-      if (!view.is_strided) refuse("is not a strided tensor");
+      const Name name(argument.name, i);
+      const View &view = tensors[i], &first = first_argument.tensors[i];
+      if (!view.is_strided) refuse(name, "is not a strided tensor");
       if (DType other; !known || (view.dtype != code && !(to_dtype(view.dtype, other) && allows(allowed, other)))) {
-        refuse("has dtype ", dtype_name(view.dtype), ", expected ", allowed.names);
+        refuse(name, "has dtype ", dtype_name(view.dtype), ", expected ", allowed.names);
       }
       if (view.dtype != code) {
-        refuse("has dtype ", dtype_name(view.dtype), ", ", argument.name, "[0] has ", dtype_name(code));
+        refuse(name, "has dtype ", dtype_name(view.dtype), ", ", argument.name, "[0] has ", dtype_name(code));
       }
-      if (view.device != call_.device) {
-        refuse("is on ", view.device.name(), ", ", call_.decided_by, " is on ", call_.device.name());
-      }
+      check_device(name, view);
       if (view.numel != first.numel) {
-        refuse("has ", view.numel, " elements, ", first_.name, "[", i, "] has ", first.numel);
+        refuse(name, "has ", view.numel, " elements, ", Name(first_argument.name, i), " has ", first.numel);
       }
       if (view.numel == 0) continue;
       if (!view.is_contiguous && !is_dense(view.layout)) {
-        refuse("is not contiguous: its elements do not fill one block of memory");
+        refuse(name, "is not contiguous: its elements do not fill one block of memory");
       }
       if (!(view.is_contiguous && first.is_contiguous) && !same_strides(view.layout, first.layout)) {
-        refuse("and ", first_.name, "[", i, "] have different memory layouts");
+        refuse(name, "and ", Name(first_argument.name, i), " have different memory layouts");
       }
-      if (!view.has_memory) refuse(kNoMemory);
+      check_memory(name, view);
       lists.pointer[list].push_back(view.data);
       if (is_first) {
         lists.numel.push_back(view.numel);
@@ -95,97 +203,53 @@ class ListChecker {
     }
   }
 
-  TensorLists lists;
+  TensorLists lists(std::initializer_list<ListArgument> arguments) const {
+    TensorLists lists;
+    const ListArgument& first = *arguments.begin();
+    for (const ListArgument& argument : arguments) check_length(argument, first);
+    for (const ListArgument& argument : arguments) add(lists, argument, first, backend.dtypes);
+    return lists;
+  }
+
+  const char* const op;
+  const Backend& backend;
+  Device device;
 
  private:
-  const char* op_;
-  const CallDevice& call_;
-  const ListArgument& first_;
+  Name decided_by_;
 };
 
-inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, const CallDevice& call,
-                               const std::vector<ListArgument>& arguments) {
-  ListChecker checker(op, call, arguments[0]);
-  for (const ListArgument& argument : arguments) checker.check_length(argument);
-  for (const ListArgument& argument : arguments) checker.add(argument, allowed);
-  return std::move(checker.lists);
-}
-
-// A name is anything that prints.
-template <class Name>
-void check_one_element(const char* op, const Name& name, const View& tensor) {
-  if (!tensor.is_defined) fail(op, ": ", name, " is None, expected a tensor");
-  if (tensor.numel != 1) fail(op, ": ", name, " has ", tensor.numel, " elements, expected 1");
-}
-
-template <class Name>
-void check_memory(const char* op, const Name& name, const View& tensor) {
-  if (!tensor.has_memory) fail(op, ": ", name, " ", kNoMemory);
-}
-
-template <class Name>
-void check_device(const char* op, const Name& name, const View& tensor, const CallDevice& call) {
-  if (tensor.device != call.device) {
-    fail(op, ": ", name, " is on ", tensor.device.name(), ", ", call.decided_by, " is on ", call.device.name());
+// Makes the device of a call current for its duration, and keeps the memory that its kernels ask for: torch gives it
+// away again in the order of the stream.
+class Scope {
+ public:
+  explicit Scope(const Call& call) : device_(call.device) {
+    context.parallel_for = &torch_abi::parallel_for;
+    context.owner = this;
+    context.allocate = [](void* owner, int64_t bytes) {
+      Scope& self = *static_cast<Scope*>(owner);
+      self.memory_.push_back(torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), self.device_));
+      return self.memory_.back().mutable_data();
+    };
+    if (!call.backend.has_streams) return;
+    DeviceGuardHandle guard = nullptr;
+    AMPCTX_TORCH(aoti_torch_create_device_guard, device_.index, &guard);
+    guard_.reset(guard);
+    AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_.index, &context.stream);
+    context.device = device_.index;
   }
-}
 
-inline FoundInf check_found_inf(const char* op, const View& found_inf, const CallDevice& call) {
-  check_one_element(op, "found_inf", found_inf);
-  const int32_t dtype = found_inf.dtype;
-  const bool is_int = dtype == aoti_torch_dtype_int32();
-  if (!is_int && dtype != aoti_torch_dtype_float32()) {
-    fail(op, ": found_inf has dtype ", dtype_name(dtype), ", expected float32 or int32");
-  }
-  check_device(op, "found_inf", found_inf, call);
-  check_memory(op, "found_inf", found_inf);
-  return {static_cast<uint32_t*>(found_inf.data), is_int ? 1u : 0x3f800000u, is_int ? 0xffffffffu : 0x7fffffffu};
-}
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
 
-// A factor is an fp32 scalar on the device of the call, or an fp32 or fp64 one on the CPU, which is read here.
-// `on_device`: whether kernels follow pointers of the call's device that the host must not.
-inline Factor check_factor(const char* op, const char* name, const View& factor, const CallDevice& call,
-                           bool on_device) {
-  check_one_element(op, name, factor);
-  const Device device = factor.device;
-  const int32_t dtype = factor.dtype;
-  const bool is_f32 = dtype == aoti_torch_dtype_float32();
-  if (!device.is_cpu()) check_device(op, name, factor, call);
-  if (!is_f32 && !device.is_cpu()) {
-    fail(op, ": ", name, " has dtype ", dtype_name(dtype), ", expected float32 on ", device.name());
-  }
-  if (!is_f32 && dtype != aoti_torch_dtype_float64()) {
-    fail(op, ": ", name, " has dtype ", dtype_name(dtype), ", expected float32 or float64");
-  }
-  check_memory(op, name, factor);
-  if (!is_f32) return {nullptr, *static_cast<const double*>(factor.data)};
-  const float* value = static_cast<const float*>(factor.data);
-  return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
-}
+  void* allocate(int64_t bytes) const { return bytes > 0 ? context.allocate(context.owner, bytes) : nullptr; }
 
-// That factor, clipped where max_norm is not negative. Where the host knows all of it, it becomes one number.
-inline ClippedFactor check_clipped(const char* op, const Factor& factor, const char* name, const View& norm,
-                                   double max_norm, const CallDevice& call, bool on_device) {
-  // A negative number too small for fp32 is -0.0 there, which would clip.
-  const float limit = max_norm < 0 ? -1.0f : static_cast<float>(max_norm);
-  ClippedFactor clipped{factor, check_factor(op, name, norm, call, on_device), limit};
-  if (clipped.max_norm < 0 || on_device) return clipped;
-  clipped.value = clip_factor_element(static_cast<float>(clipped.norm.value), static_cast<float>(factor.value),
-                                      std::exchange(clipped.max_norm, -1.0f));
-  return clipped;
-}
+  Context context;
 
-// One element of the given type.
-template <class Name>
-void* check_state(const char* op, const Name& name, const View& tensor, int32_t dtype, const CallDevice& call) {
-  check_one_element(op, name, tensor);
-  if (tensor.dtype != dtype) {
-    const std::string expected = dtype_name(dtype).substr(sizeof("torch.") - 1);
-    fail(op, ": ", name, " has dtype ", dtype_name(tensor.dtype), ", expected ", expected);
-  }
-  check_device(op, name, tensor, call);
-  check_memory(op, name, tensor);
-  return tensor.data;
-}
+ private:
+  Device device_;
+  torch_abi::TensorList memory_;
+  torch_abi::Owned<DeviceGuardOpaque> guard_;
+};
 
 }  // namespace ampctx

@@ -5,8 +5,8 @@
 The build writes the C++ side into its own folder:
 
 options.h      a struct of numbers for each op, in the order of its schema
-functors.h     the functors of each op, and all that have loops on the CPU
-step_ops.h     AMPCTX_STEP_OPS(OP, with): OP(name, Options, with) for each op that takes a step, and its lists
+step_ops.h     the functors of each op, and all that have loops on the CPU;
+               AMPCTX_STEP_OPS(OP, with): OP(name, Options, with) for each op that takes a step, and its lists
 <op>.cu        the entry point of an element-wise op on CUDA: each is a compilation of its own
 """
 
@@ -47,20 +47,18 @@ def _options_header(specs) -> str:
     return "\n".join([*parts, "}  // namespace ampctx\n"])
 
 
-def _functors_header(specs) -> str:
-    includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
-    parts = [_HEADER, *includes, "", "namespace ampctx {\n", "template <class... Optimizers>", "struct Functors {};\n"]
+def _functors(specs) -> list[str]:
+    parts = ["template <class... Optimizers>", "struct Functors {};\n"]
     for spec in specs:
         if spec.elementwise:
             parts += ["template <class T>"]
             parts += [f"Functors<{', '.join(spec.functors)}> functors_of(const {_options(spec)}&);\n"]
     every = ", ".join(functor for spec in specs for functor in spec.functors)
-    parts += ["template <class T>", f"using AllFunctors = Functors<{every}>;\n"]
-    return "\n".join([*parts, "}  // namespace ampctx\n"])
+    return [*parts, "template <class T>", f"using AllFunctors = Functors<{every}>;\n"]
 
 
 def _array(of: str, name: str, items: list[str]) -> str:
-    return f"  static constexpr std::array<{of}, {len(items)}> {name} = {{{', '.join(items)}}};"
+    return f"  static constexpr std::initializer_list<{of}> {name} = {{{', '.join(items)}}};"
 
 
 def _state_list(state) -> str:
@@ -70,12 +68,16 @@ def _state_list(state) -> str:
 
 def _step_ops_header(specs) -> str:
     steps = [spec for spec in specs if spec.takes_step]
-    parts = [_HEADER, "#include <array>\n", '#include "functors.h"\n']
+    includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
+    parts = [_HEADER, "#include <initializer_list>\n", '#include "csrc/functors/dtype.h"', *includes, ""]
     for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
         rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
         parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")
-    parts += ["\nnamespace ampctx {\n", "struct StateList {", "  const char* name;", "  bool is_optional;"]
+    parts += ["\nnamespace ampctx {\n", *_functors(specs)]
     parts += [
+        "struct StateList {",
+        "  const char* name;",
+        "  bool is_optional;",
         "  DType code;          // of 8 bits, that may hold it; f32 for none",
         "  const char* scales;  // the list of its scales",
         "};\n",
@@ -114,8 +116,7 @@ void {spec.name}(const Context& context, const StepCall& call, const {_options(s
 def texts() -> dict[str, str]:
     """Each file by its name."""
     specs = list(load_spec().SPECS.values())
-    found = {"options.h": _options_header(specs), "functors.h": _functors_header(specs)}
-    found["step_ops.h"] = _step_ops_header(specs)
+    found = {"options.h": _options_header(specs), "step_ops.h": _step_ops_header(specs)}
     return found | {f"{spec.name}.cu": _cuda_source(spec) for spec in specs if spec.elementwise and spec.takes_step}
 
 

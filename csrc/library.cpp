@@ -1,13 +1,12 @@
-// One boxed function per op and backend (those of the optimizers are in library_optimizers.h), and their registration,
-// which ampctx/kernels/extension.py calls.
+// One boxed function per op and backend, and their registration, which ampctx/kernels/extension.py calls.
 //
 // The schemas are in ampctx/kernels/definitions.py. A boxed function takes its arguments off the stack, checks them,
 // and puts the results on the stack. torch turns its C++ exceptions into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 
+#include "check.h"
 #include "cpu/simd.h"
-#include "library_optimizers.h"
 #include "plan.h"
 
 #ifdef __clang__
@@ -28,71 +27,46 @@
 namespace ampctx {
 namespace {
 
-using torch_abi::empty;
-using torch_abi::Tensor;
-
 #ifdef AMPCTX_CUDA_EMULATION
-constexpr Backend kEmulated = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
+constexpr Backend kCpu = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
 #else
 constexpr Backend kCpu = {"CPU", kCpuDTypes, false, false, AMPCTX_KERNELS(cpu)};
+#endif
 #ifdef AMPCTX_WITH_CUDA
 constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)};
 #endif
-#endif
 
-// Refuses a rule that could make the scale 0, inf or nan, or overflow a tracker.
-void check_scale_rule(const char* op, const ScaleRule& rule) {
-  constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
-  const double growth = rule.growth_factor, backoff = rule.backoff_factor;
-  if (!(growth >= 1 && std::isfinite(growth))) fail(op, ": growth_factor is not a finite number of at least 1");
-  if (!(backoff > 0 && backoff <= 1)) fail(op, ": backoff_factor is not a number above 0 and at most 1");
-  if (!(rule.min_scale >= 0 && rule.min_scale <= largest))
-    fail(op, ": min_scale is not a number from 0 to the largest fp32");
-  if (!(rule.max_scale >= smallest)) fail(op, ": max_scale is not a number from the smallest normal fp32 up");
-  if (rule.hysteresis < 0 || rule.hysteresis > INT32_MAX) {
-    fail(op, ": hysteresis is ", rule.hysteresis, ", expected 0 to ", INT32_MAX);
+// The arguments of an update of the scale, if an op has one; `scale` by the name that the op gives it.
+struct UpdateArguments {
+  View scale, growth_tracker, hysteresis_tracker;
+  ScaleRule rule{};
+
+  void take_tensors(Arguments& in) {
+    scale = in.tensor(true), growth_tracker = in.tensor(true), hysteresis_tracker = in.tensor(true);
   }
-}
-
-// The arguments of an update, `scale` by the name that the op gives it.
-class UpdateArguments {
- public:
-  explicit UpdateArguments(Arguments& in)
-      : scale_(in.tensor(true)), growth_tracker_(in.tensor(true)), hysteresis_tracker_(in.tensor(true)) {}
   void take_rule(Arguments& in) {
-    rule_ = {in.number(), in.number(), in.integer(), in.integer(), in.number(), in.number()};
+    rule = {in.number(), in.number(), in.integer(), in.integer(), in.number(), in.number()};
   }
 
-  Device device() const { return scale_.is_defined ? scale_.device : Device::cpu(); }
-  ScaleUpdate check(const char* op, const char* scale, const FoundInf& found_inf, const CallDevice& call) const {
+  // Refuses a rule that could make the scale 0, inf or nan, or overflow a tracker.
+  ScaleUpdate check(const Call& call, const char* name, const FoundInf& found_inf) const {
     const int32_t int32 = aoti_torch_dtype_int32();
-    const ScaleState state = {
-        static_cast<float*>(check_state(op, scale, scale_, aoti_torch_dtype_float32(), call)),
-        static_cast<int32_t*>(check_state(op, "growth_tracker", growth_tracker_, int32, call)),
-        static_cast<int32_t*>(check_state(op, "hysteresis_tracker", hysteresis_tracker_, int32, call)),
-        found_inf,
+    const ScaleState state = {call.element(name, scale), call.element<int32_t>("growth_tracker", growth_tracker, int32),
+                              call.element<int32_t>("hysteresis_tracker", hysteresis_tracker, int32), found_inf};
+    constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
+    const double growth = rule.growth_factor, backoff = rule.backoff_factor;
+    const auto expect = [&](bool fits, const auto&... why) {
+      if (!fits) fail(call.op, ": ", why...);
     };
-    check_scale_rule(op, rule_);
-    return {state, rule_};
+    expect(growth >= 1 && std::isfinite(growth), "growth_factor is not a finite number of at least 1");
+    expect(backoff > 0 && backoff <= 1, "backoff_factor is not a number above 0 and at most 1");
+    expect(rule.min_scale >= 0 && rule.min_scale <= largest, "min_scale is not a number from 0 to the largest fp32");
+    expect(rule.max_scale >= smallest, "max_scale is not a number from the smallest normal fp32 up");
+    expect(rule.hysteresis >= 0 && rule.hysteresis <= INT32_MAX, "hysteresis is ", rule.hysteresis, ", expected 0 to ",
+           INT32_MAX);
+    return {state, rule};
   }
-
- private:
-  View scale_, growth_tracker_, hysteresis_tracker_;
-  ScaleRule rule_{};
 };
-
-// Those of an op that updates the scale after its check, or none.
-std::optional<UpdateArguments> update_arguments(Arguments& in, bool updates) {
-  std::optional<UpdateArguments> update;
-  if (updates) update.emplace(in).take_rule(in);
-  return update;
-}
-
-std::optional<ScaleUpdate> check_update(const char* op, const std::optional<UpdateArguments>& update,
-                                        const FoundInf& found_inf, const CallDevice& call) {
-  if (!update) return std::nullopt;
-  return update->check(op, "loss_scale", found_inf, call);
-}
 
 template <const Backend& backend, bool updates, bool clips>
 void multi_tensor_scale(Arguments& in) {
@@ -100,38 +74,36 @@ void multi_tensor_scale(Arguments& in) {
                              : clips ? "multi_tensor_scale_clipped"
                                      : "multi_tensor_scale";
   const ListArgument src{"src", in.list()}, dst{"dst", in.list(true)};
-  const View found_inf = in.tensor(true), scale = in.tensor();
-  std::optional<View> grad_norm;
-  if (clips) grad_norm = in.tensor();
+  const View found_inf = in.tensor(true), scale = in.tensor(), grad_norm = clips ? in.tensor() : View{};
   const double max_norm = clips ? in.number() : -1;
-  const std::optional<UpdateArguments> update = update_arguments(in, updates);
+  UpdateArguments update;
+  if (updates) update.take_tensors(in), update.take_rule(in);
 
-  const CallDevice call = call_device(src, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {src, dst});
-  const FoundInf flag = check_found_inf(op, found_inf, call);
-  ClippedFactor factor{check_factor(op, "scale", scale, call, backend.has_device_pointers)};
-  if (clips) factor = check_clipped(op, factor, "grad_norm", *grad_norm, max_norm, call, backend.has_device_pointers);
-  const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
+  const Call call(op, backend, src, found_inf);
+  const TensorLists lists = call.lists({src, dst});
+  const FoundInf flag = call.found_inf(found_inf);
+  ClippedFactor factor{call.factor("scale", scale)};
+  if (clips) factor = call.clipped(factor, grad_norm, max_norm);
+  const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
   if (lists.size() == 0 && !updates) return;
-  backend.scale(Scope(backend, call.device).context, lists, flag, factor, checked ? &*checked : nullptr);
+  backend.scale(Scope(call).context, lists, flag, factor, updates ? &checked : nullptr);
 }
 
 template <const Backend& backend>
 void multi_tensor_axpby(Arguments& in) {
-  constexpr const char* op = "multi_tensor_axpby";
   const ListArgument x{"x", in.list()}, y{"y", in.list()}, out{"out", in.list(true)};
   const View found_inf = in.tensor(true), a = in.tensor(), b = in.tensor();
   const int64_t arg_to_check = in.integer();
 
-  const CallDevice call = call_device(x, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {x, y, out});
-  const FoundInf flag = check_found_inf(op, found_inf, call);
-  const Factor factor_a = check_factor(op, "a", a, call, backend.has_device_pointers);
-  const Factor factor_b = check_factor(op, "b", b, call, backend.has_device_pointers);
-  if (arg_to_check < -1 || arg_to_check > 1) fail(op, ": arg_to_check is ", arg_to_check, ", expected -1, 0 or 1");
+  const Call call("multi_tensor_axpby", backend, x, found_inf);
+  const TensorLists lists = call.lists({x, y, out});
+  const FoundInf flag = call.found_inf(found_inf);
+  const Factor factor_a = call.factor("a", a), factor_b = call.factor("b", b);
+  if (arg_to_check < -1 || arg_to_check > 1) {
+    call.refuse("arg_to_check", "is ", arg_to_check, ", expected -1, 0 or 1");
+  }
   if (lists.size() == 0) return;
-  const Scope scope(backend, call.device);
-  backend.axpby(scope.context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
+  backend.axpby(Scope(call).context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
 }
 
 // The norm ops; without inv_scale the factor is 1.
@@ -141,75 +113,287 @@ void multi_tensor_l2norm(Arguments& in) {
                              : has_inv_scale ? "multi_tensor_unscale_l2norm"
                                              : "multi_tensor_l2norm";
   const ListArgument tensors{"tensors", in.list()};
-  const View found_inf = in.tensor(true);
-  std::optional<View> inv_scale;
-  if (has_inv_scale) inv_scale = in.tensor();
+  const View found_inf = in.tensor(true), inv_scale = has_inv_scale ? in.tensor() : View{};
   const bool per_tensor = in.flag();
-  const std::optional<UpdateArguments> update = update_arguments(in, updates);
+  UpdateArguments update;
+  if (updates) update.take_tensors(in), update.take_rule(in);
 
-  const CallDevice call = call_device(tensors, found_inf);
-  const TensorLists lists = check_lists(op, backend.dtypes, call, {tensors});
-  const FoundInf flag = check_found_inf(op, found_inf, call);
-  const Factor factor =
-      inv_scale ? check_factor(op, "inv_scale", *inv_scale, call, backend.has_device_pointers) : Factor{};
-  const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
+  const Call call(op, backend, tensors, found_inf);
+  const TensorLists lists = call.lists({tensors});
+  const FoundInf flag = call.found_inf(found_inf);
+  const Factor factor = has_inv_scale ? call.factor("inv_scale", inv_scale) : Factor{};
+  const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
 
-  const Scope scope(backend, call.device);
+  Scope scope(call);
   const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-  const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.norms_workspace(lists, 1);
-  void *const norm = in.result(op, nullptr, dtype, call.device), *const each =
-                                                                     in.result(op, &norms, dtype, call.device);
+  const int64_t norms = per_tensor ? lists.total_tensors : 0;
+  void* const norm = in.result(op, nullptr, dtype, call.device);
+  void* const each = in.result(op, &norms, dtype, call.device);
   void* const again = updates ? in.result(op, nullptr, dtype, call.device) : nullptr;
-  const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
-  backend.l2norm(scope.context, lists, flag, factor, {norm, again, norms ? each : nullptr, workspace.mutable_data()},
-                 checked ? &*checked : nullptr);
+  void* const workspace = scope.allocate(backend.norms_workspace(lists, 1));
+  backend.l2norm(scope.context, lists, flag, factor, {norm, again, norms ? each : nullptr, workspace},
+                 updates ? &checked : nullptr);
 }
 
 template <const Backend& backend>
 void update_scale(Arguments& in) {
-  constexpr const char* op = "update_scale";
-  UpdateArguments update(in);
+  UpdateArguments update;
+  update.take_tensors(in);
   const View found_inf = in.tensor();
   update.take_rule(in);
-  const CallDevice call = {update.device(), "scale"};
-  const ScaleUpdate checked = update.check(op, "scale", check_found_inf(op, found_inf, call), call);
-  backend.update_scale(Scope(backend, call.device).context, checked.state, checked.rule);
+  const Call call("update_scale", backend, "scale", update.scale);
+  const ScaleUpdate checked = update.check(call, "scale", call.found_inf(found_inf));
+  backend.update_scale(Scope(call).context, checked.state, checked.rule);
 }
 
 template <const Backend& backend>
 void block_factors(Arguments& in) {
-  constexpr const char* op = "block_factors";
   const View scale = in.tensor();
-  const CallDevice call = {scale.is_defined ? scale.device : Device::cpu(), "scale"};
-  const int32_t dtype = aoti_torch_dtype_float32();
-  const auto* from = static_cast<const float*>(check_state(op, "scale", scale, dtype, call));
-  const Scope scope(backend, call.device);
-  const auto result = [&] { return static_cast<float*>(in.result(op, nullptr, dtype, call.device)); };
+  const Call call("block_factors", backend, "scale", scale);
+  const float* const from = call.element("scale", scale);
+  const Scope scope(call);
+  const auto result = [&] {
+    return static_cast<float*>(in.result(call.op, nullptr, aoti_torch_dtype_float32(), call.device));
+  };
   backend.block_factors(scope.context, from, {result(), result(), result()});
 }
 
 template <const Backend& backend>
 void count_skip(Arguments& in) {
-  constexpr const char* op = "count_skip";
   const View counts = in.tensor(true), found_inf = in.tensor(), flag = in.tensor(), scale = in.tensor();
   const int64_t slot = in.integer();
   const bool is_first = in.flag();
-  if (!counts.is_defined) fail(op, ": counts is None, expected a tensor");
-  const int32_t f32 = aoti_torch_dtype_float32();
-  if (counts.dtype != f32) fail(op, ": counts has dtype ", dtype_name(counts.dtype), ", expected float32");
+  const Call call("count_skip", backend, "counts", counts);
+  call.check_defined("counts", counts);
+  call.check_dtype("counts", counts, aoti_torch_dtype_float32());
   if (slot < 0 || slot >= counts.numel / 2 - 1) {
-    fail(op, ": slot is ", slot, ", counts has ", counts.numel, " elements");
+    call.refuse("slot", "is ", slot, ", counts has ", counts.numel, " elements");
   }
-  if (!counts.is_contiguous) fail(op, ": counts is not contiguous");
-  if (!counts.has_memory) fail(op, ": counts ", kNoMemory);
-  const CallDevice call = {counts.device, "counts"};
-  const FoundInf step = check_found_inf(op, found_inf, call), of_loss = check_found_inf(op, flag, call);
-  const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call));
-  auto* const numbers = static_cast<float*>(counts.data);
+  auto* const numbers = static_cast<float*>(call.data("counts", counts));
+  const FoundInf step = call.found_inf(found_inf), of_loss = call.found_inf(flag);
   float* const of_slot = numbers + 2 + 2 * slot;
-  const SkipCounts to{is_first ? numbers : nullptr, numbers + 1, of_slot, of_slot + 1, value};
-  backend.count_skip(Scope(backend, call.device).context, to, step, of_loss);
+  const SkipCounts to{is_first ? numbers : nullptr, numbers + 1, of_slot, of_slot + 1, call.element("scale", scale)};
+  backend.count_skip(Scope(call).context, to, step, of_loss);
+}
+
+// --- optimizers
+// -------------------------------------------------------------------------------------------------------
+
+// The arguments of a step, of one pattern, that of ampctx/kernels/spec.py: grads, params, states, extras, states of one
+// element, step counts, skip counts, scalars, the norm to clip by, the op's own numbers, how to store, the bound of the
+// norm. So have their checks.
+class StepArguments {
+ public:
+  // All in front of the op's own numbers.
+  StepArguments(Arguments& in, std::initializer_list<StateList> states, std::initializer_list<const char*> one_element,
+                std::initializer_list<const char*> factors, bool unscales)
+      : states_(states), unscales_(unscales) {
+    walked_.push_back({"grads", in.list(unscales)});
+    walked_.push_back({"params", in.list(true)});
+    for (const StateList& state : states) walked_.push_back({state.name, in.list(true)});
+    walked_.push_back({"extras", in.list(true)});
+    for (const char* name : one_element) one_element_.push_back({name, in.list(true)});
+    one_element_.push_back({"steps", in.list(true)});
+    for (const StateList& state : states) {
+      if (state.code != DType::f32) scales_.push_back({state.scales, in.list(true)});
+    }
+    skips_ = &in.list(true);
+    found_inf_ = in.tensor(), inv_scale_ = in.tensor(), lr_ = in.tensor();
+    for (const char* name : factors) factors_.emplace_back(name, in.tensor());
+    grad_norm_ = in.tensor(), numbers_ = in.tensor();
+  }
+  // All behind these.
+  void take_rest(Arguments& in) {
+    maximize_ = in.flag(), write_back_ = in.integer(), seed_ = in.integer(), max_norm_ = in.number();
+    stochastic_state_ = in.flag();
+  }
+
+  const ListArgument& grads() const { return walked_[0]; }
+  const View& found_inf() const { return found_inf_; }
+
+  StepCall check(const Call& call, const TensorRule& rule) const {
+    StepCall step;
+    std::vector<std::pair<const ListArgument*, AllowedDTypes>> lists;
+    for (size_t i = 0; i < 2 + states_.size(); ++i) {
+      const StateList state = i < 2 ? StateList{"", false, DType::f32, ""} : states_.begin()[i - 2];
+      if (state.is_optional && walked_[i].tensors.empty()) continue;
+      const AllowedDTypes& floats = call.backend.dtypes;
+      lists.emplace_back(&walked_[i], state.code == DType::f32 ? floats : or_codes(floats, state.code));
+    }
+    for (const auto& [argument, allowed] : lists) call.check_length(*argument, grads());
+    for (const auto& [argument, allowed] : lists) call.add(step.lists, *argument, grads(), allowed);
+    add_extras(call, step);
+    const auto elements = [&](const ListArgument& argument) {
+      call.check_length(argument, grads());
+      return call.elements(argument);
+    };
+    step.steps = elements(one_element_.back());
+    step.found_inf = call.found_inf(found_inf_);
+    const Factor factor = call.factor("inv_scale", inv_scale_);
+    step.lr = call.factor("lr", lr_);
+    step.inv_scale = call.clipped(factor, grad_norm_, max_norm_);
+    for (size_t i = 0; i + 1 < one_element_.size(); ++i) step.one_element.push_back(elements(one_element_[i]));
+    if (const size_t count = 5, size = skips_->size(); size == count) {
+      const PerTensor at = call.elements({"skips", *skips_});
+      step.skips = {at[0], at[1], at[2], at[3], at[4]};
+    } else if (size != 0) {
+      call.refuse("skips", "has ", size, " tensors, expected none or ", count);
+    }
+    if (call.backend.has_device_pointers) {
+      std::vector<void*>& behind = step.lists.pointer[step.lists.depth];
+      step.lists.dtype[step.lists.depth] = DType::f32;
+      behind.reserve(step.lists.index.size());
+      for (const int64_t index : step.lists.index) behind.push_back(step.steps[index]);
+    }
+    step.maximize = maximize_, step.unscales = unscales_, step.stochastic_state = stochastic_state_;
+    for (const auto& [name, view] : factors_) step.factors.push_back(call.factor(name, view));
+    check_state_types(call, step);
+    step.numbers = check_numbers(call, step.lists);
+    step.rule = rule;
+    step.rule.seed = seed_;
+    return step;
+  }
+
+ private:
+  void add_extras(const Call& call, StepCall& step) const {
+    if (write_back_ < 0 || write_back_ >= kWriteBacks) {
+      call.refuse("write_back", "is ", write_back_, ", expected 0 to ", kWriteBacks - 1);
+    }
+    const auto mode = step.write_back = static_cast<WriteBack>(write_back_);
+    const ListArgument& extras = walked_.back();
+    const Views& params = walked_[1].tensors;
+    if (!has_extras(mode)) {
+      if (extras.tensors.empty()) return;
+      call.refuse("extras", "has ", extras.tensors.size(), " tensors, expected none to go with this write_back");
+    }
+    call.check_length(extras, grads());
+    call.add(step.lists, extras, grads(), mode == WriteBack::split ? kRemainderDTypes : call.backend.dtypes);
+    if (params.empty()) return;
+    const int32_t param = params[0].dtype, extra = extras.tensors[0].dtype;
+    const bool is_bf16 = param == aoti_torch_dtype_bfloat16(), is_f16 = param == aoti_torch_dtype_float16();
+    const std::string has = "has dtype " + dtype_name(param);
+    if (mode == WriteBack::split && !is_bf16) {
+      call.refuse("params[0]", has, ", expected bfloat16 to go with remainders");
+    }
+    if (mode == WriteBack::kahan && !is_bf16 && !is_f16) {
+      call.refuse("params[0]", has, ", expected float16 or bfloat16 to go with compensations");
+    }
+    if (mode == WriteBack::kahan && extra != param) {
+      call.refuse("extras[0]", "has dtype ", dtype_name(extra), ", params[0] has ", dtype_name(param));
+    }
+  }
+
+  // What goes with codes, and with states that are rounded at random.
+  void check_state_types(const Call& call, StepCall& step) const {
+    const char *coded = nullptr, *uncoded = nullptr;
+    size_t place = 0;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      const StateList& state = states_.begin()[i];
+      const Views& given = walked_[2 + i].tensors;
+      if (state.code == DType::f32) {
+        if (!given.empty()) uncoded = state.name;
+        continue;
+      }
+      const ListArgument& scales = scales_[place];
+      DType dtype;
+      if (!given.empty() && to_dtype(given[0].dtype, dtype) && dtype == state.code) {
+        step.scales[place] = check_scales(call, scales);
+        if (!coded) coded = state.name;
+      } else if (!scales.tensors.empty()) {
+        call.refuse(scales.name, "has ", scales.tensors.size(), " tensors, expected none: ", state.name,
+                    " has no codes");
+      }
+      ++place;
+    }
+    if (!coded && !step.stochastic_state) return;
+    const std::string what = coded ? std::string(coded) + " in codes" : "stochastic_state";
+    if (step.lists.computes_in_f64()) call.refuse(what.c_str(), "does not go with float64 tensors");
+    if (uncoded) call.refuse(what.c_str(), "does not go with ", uncoded, ", which must not be rounded down");
+  }
+
+  // The scales of codes, for the tensors that have elements.
+  std::vector<void*> check_scales(const Call& call, const ListArgument& scales) const {
+    call.check_length(scales, grads());
+    std::vector<void*> pointers;
+    pointers.reserve(scales.tensors.size());
+    for (size_t i = 0; i < scales.tensors.size(); ++i) {
+      const Name name(scales.name, i);
+      const View& view = scales.tensors[i];
+      if (!view.is_strided) call.refuse(name, "is not a strided tensor");
+      call.check_dtype(name, view, aoti_torch_dtype_float32());
+      call.check_device(name, view);
+      if (const int64_t expected = code_blocks(grads().tensors[i].numel); view.numel != expected) {
+        call.refuse(name, "has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of ",
+                    Name("grads", i));
+      }
+      void* const data = call.data(name, view);
+      if (view.numel > 0) pointers.push_back(data);
+    }
+    return pointers;
+  }
+
+  // Null for none.
+  const int64_t* check_numbers(const Call& call, const TensorLists& lists) const {
+    call.check_defined("numbers", numbers_);
+    call.check_dtype("numbers", numbers_, aoti_torch_dtype_int64());
+    if (numbers_.numel == 0) return nullptr;
+    if (numbers_.numel != lists.size()) {
+      call.refuse("numbers", "has ", numbers_.numel, " elements, expected none or ", lists.size(),
+                  ": one for each tensor with elements");
+    }
+    return static_cast<const int64_t*>(call.data("numbers", numbers_));
+  }
+
+  const std::initializer_list<StateList> states_;
+  const bool unscales_;
+  std::vector<ListArgument> walked_, one_element_, scales_;  // the last are extras, and step counts
+  const Views* skips_;
+  View found_inf_, inv_scale_, lr_, grad_norm_, numbers_;
+  std::vector<std::pair<const char*, View>> factors_;
+  bool maximize_, stochastic_state_;
+  int64_t write_back_, seed_;
+  double max_norm_;
+};
+
+// Both ops of a step. `unscales`: the one that writes the gradients, too.
+template <const Backend& backend, bool unscales, class Options, auto kernel>
+void step_op(Arguments& in) {
+  using Op = StepOp<Options>;
+  StepArguments arguments(in, Op::states, Op::one_element, Op::factors, unscales);
+  const Options options = Options::taken(in);
+  arguments.take_rest(in);
+
+  const Call call(unscales ? Op::unscaling_name : Op::name, backend, arguments.grads(), arguments.found_inf());
+  StepCall step = arguments.check(call, Op::rule(options));
+  Scope scope(call);
+  const bool counts_here = !backend.has_device_pointers || step.lists.total_tensors == 0;
+  if (counts_here && step.skips.overflowed) {
+    backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);
+  }
+  if (step.lists.total_tensors == 0) return;
+  const int64_t scalars = backend.has_device_pointers ? 0 : step_workspace(step.lists);
+  step.workspace = scope.allocate(scalars + backend.norms_workspace(step.lists, norms_for(options)));
+  step.norms = static_cast<char*>(step.workspace) + scalars;
+  (backend.*kernel)(scope.context, step, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_larc(Arguments& in) {
+  const ListArgument grads{"grads", in.list(true)}, params{"params", in.list()};
+  const View found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  const LarcOptions options = LarcOptions::taken(in);
+
+  const Call call("multi_tensor_larc", backend, grads, found_inf);
+  OptimizerCall larc;
+  larc.lists = call.lists({grads, params});
+  larc.found_inf = call.found_inf(found_inf);
+  larc.inv_scale = {call.factor("inv_scale", inv_scale)};
+  larc.lr = call.factor("lr", lr);
+  if (larc.lists.size() == 0) return;
+  Scope scope(call);
+  larc.norms = scope.allocate(backend.norms_workspace(larc.lists, 2));
+  backend.larc(scope.context, larc, options);
 }
 
 struct Op {
@@ -271,13 +455,9 @@ Kernel find(const std::vector<Op>& ops, const char* name) {
 }  // namespace
 
 Kernel kernel_of(const char* op, int32_t device_type) {
-#ifdef AMPCTX_CUDA_EMULATION
-  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kEmulated>(), op);
-#else
   if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kCpu>(), op);
 #ifdef AMPCTX_WITH_CUDA
   if (device_type == aoti_torch_device_type_cuda()) return find(ops_of<kCuda>(), op);
-#endif
 #endif
   return nullptr;
 }
@@ -285,14 +465,10 @@ Kernel kernel_of(const char* op, int32_t device_type) {
 namespace {
 
 int register_for(const char* backend, const char* ns) {
-#ifdef AMPCTX_CUDA_EMULATION
-  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kEmulated>(ns);
-#else
   if (std::strcmp(backend, "cpu") == 0) return register_kernels<kCpu>(ns);
 #ifdef AMPCTX_WITH_CUDA
   if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
   if (std::strcmp(backend, "cuda") == 0) return register_kernels<kCuda>(ns);
-#endif
 #endif
   return 4;  // built without this backend
 }

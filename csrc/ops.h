@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "dispatch.h"
-#include "functors/clip_factor.h"
-#include "functors/count_skip.h"
-#include "functors/update_scale.h"
+#include "functors/codes.h"
+#include "functors/loss_scale.h"
+#include "functors/write_back.h"
+#include "step_ops.h"
 
 namespace ampctx {
 
@@ -49,7 +49,7 @@ struct Factor {
   double value = 1.0;
 };
 
-// A factor of gradients, which are clipped where max_norm is not negative: functors/clip_factor.h. On the CPU the clip
+// A factor of gradients, which are clipped where max_norm is not negative: functors/loss_scale.h. On the CPU the clip
 // is in `value` already, and max_norm is negative.
 struct ClippedFactor : Factor {
   Factor norm{};
@@ -97,8 +97,52 @@ struct BlockFactors {
   float* found_inf;
 };
 
-// A ScaleUpdate may be null, and its flag is the call's.
-// norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
+// One fp32 element for each tensor of the caller's lists, those without elements too. No two are the same.
+using PerTensor = std::vector<float*>;
+
+// What every optimizer op is given. Where found_inf is set, nothing changes.
+struct OptimizerCall {
+  TensorLists lists;  // grads, params, and what a step adds
+  FoundInf found_inf;
+  ClippedFactor inv_scale;
+  Factor lr;
+  void* norms = nullptr;  // norms_workspace bytes, where the op asks for norms of tensors
+};
+
+// A step: its lists go on with the op's states, and extras where write_back has any. The step counts go up by one
+// before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of tensors with elements.
+struct StepCall : OptimizerCall {
+  PerTensor steps;                     // step counts
+  std::vector<PerTensor> one_element;  // the op's other states of one element
+  std::vector<Factor> factors;         // the op's own
+  bool maximize;
+  bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
+  WriteBack write_back;
+  bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
+  // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
+  std::array<std::vector<void*>, kCodedStates> scales;
+  const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
+  TensorRule rule;                   // what becomes of the step counts
+  SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
+  void* workspace;   // step_workspace bytes on the CPU
+
+  int states() const { return lists.depth - 2 - has_extras(write_back); }
+};
+
+// The scalars of each tensor that has elements. CUDA kernels make theirs as they go.
+inline int64_t step_workspace(const TensorLists& lists) {
+  return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
+}
+
+// How many norms of each tensor an op needs room for.
+template <class Options>
+int norms_for(const Options&) {
+  return 0;
+}
+
+// A ScaleUpdate may be null, and its flag is the call's. norms_workspace: bytes for `count` norms of each tensor, and
+// for the partial sums they come from. larc rewrites the gradients.
+#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const Options&);
 #define AMPCTX_ENTRIES                                                                                        \
   void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*); \
   void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);     \
@@ -107,7 +151,9 @@ struct BlockFactors {
               const ScaleUpdate*);                                                                            \
   void update_scale(const Context&, const ScaleState&, const ScaleRule&);                                     \
   void block_factors(const Context&, const float* scale, const BlockFactors&);                                \
-  void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
+  void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);                     \
+  AMPCTX_STEP_OPS(AMPCTX_ENTRY, )                                                                             \
+  void larc(const Context&, const OptimizerCall&, const LarcOptions&);
 namespace cpu {
 AMPCTX_ENTRIES
 }
@@ -115,5 +161,13 @@ namespace cuda {
 AMPCTX_ENTRIES
 }
 #undef AMPCTX_ENTRIES
+#undef AMPCTX_ENTRY
+
+// All of them: OP(name, unused, with).
+// clang-format off
+#define AMPCTX_ALL_OPS(OP, with)                                                                                     \
+  OP(scale, 0, with) OP(axpby, 0, with) OP(norms_workspace, 0, with) OP(l2norm, 0, with) OP(update_scale, 0, with)   \
+  OP(block_factors, 0, with) OP(count_skip, 0, with) OP(larc, 0, with) AMPCTX_STEP_OPS(OP, with)
+// clang-format on
 
 }  // namespace ampctx

@@ -12,7 +12,6 @@
 #include <memory>
 
 #include "arguments.h"
-#include "python_abi.h"
 
 namespace ampctx {
 
@@ -38,22 +37,6 @@ struct Torch {
 };
 inline Torch torch;
 
-inline bool to_torch(python_abi::DLDataType dtype, int32_t& code) {
-  using namespace python_abi;
-  const auto is = [&](uint8_t kind, uint8_t bits) { return dtype.code == kind && dtype.bits == bits; };
-  if (dtype.lanes != 1) return false;
-  if (is(kDLFloat, 32)) return code = aoti_torch_dtype_float32(), true;
-  if (is(kDLFloat, 16)) return code = aoti_torch_dtype_float16(), true;
-  if (is(kDLBfloat, 16)) return code = aoti_torch_dtype_bfloat16(), true;
-  if (is(kDLFloat, 64)) return code = aoti_torch_dtype_float64(), true;
-  if (is(kDLInt, 8)) return code = aoti_torch_dtype_int8(), true;
-  if (is(kDLUInt, 8)) return code = aoti_torch_dtype_uint8(), true;
-  if (is(kDLInt, 16)) return code = aoti_torch_dtype_int16(), true;
-  if (is(kDLInt, 32)) return code = aoti_torch_dtype_int32(), true;
-  if (is(kDLInt, 64)) return code = aoti_torch_dtype_int64(), true;
-  return false;
-}
-
 inline bool is_plain(PyObject* tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   for (Py_ssize_t i = 0; i < PyList_Size(torch.types); ++i) {
@@ -66,7 +49,12 @@ inline bool is_plain(PyObject* tensor) {
 inline bool read(PyObject* tensor, View& view) {
   python_abi::DLTensor found;
   if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
-  if (!to_torch(found.dtype, view.dtype)) return false;
+  const auto is_it = [&](const ElementType& type) {
+    return found.dtype.lanes == 1 && found.dtype.code == type.kind && found.dtype.bits == type.bits;
+  };
+  const auto* const type = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
+  if (type == std::end(kTypes)) return false;
+  view.dtype = type->number();
   if (found.device.type == python_abi::kDLCPU) {
     view.device = torch_abi::Device::cpu();
   } else if (found.device.type == python_abi::kDLCUDA) {
@@ -119,7 +107,7 @@ struct Column {
   bool is_grads() const { return from == From::kGrads; }
 };
 
-struct Call {
+struct PlannedCall {
   std::string name;  // as the profiler shows it
   Kernel kernel;
   std::vector<int> columns;  // -1: given at each run
@@ -129,7 +117,7 @@ struct Call {
 struct State {
   PyObject *kept, *groups, *members, *mappings, *idle;  // `kept` keeps the others, and the columns
   std::vector<Column> columns;
-  std::vector<Call> calls;
+  std::vector<PlannedCall> calls;
   std::vector<const void*> seen;  // of `is_shared`
   bool is_running = false;
 };
@@ -262,15 +250,16 @@ inline bool is_shared(State& state) {
   return false;
 }
 
-// A number, a flag or a plain tensor. False for anything else.
+// A number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything else.
 inline bool take_value(PyObject* from, Value& value) {
-  if (PyFloat_Check(from) || PyLong_Check(from)) {
-    value.number = PyFloat_AsDouble(from);
-    if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
-    return !PyErr_Occurred();
-  }
-  if (is_plain(from) && read(from, value.view)) return true;
-  return false;
+  View& view = value.view;
+  if (!PyFloat_Check(from) && !PyLong_Check(from)) return is_plain(from) && read(from, view);
+  value.number = PyFloat_AsDouble(from);
+  if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
+  view.data = &value.number, view.numel = 1, view.dtype = aoti_torch_dtype_float64();
+  view.device = torch_abi::Device::cpu();
+  view.is_defined = view.is_strided = view.is_contiguous = view.has_memory = true;
+  return !PyErr_Occurred();
 }
 
 // What one call is given at a run: lists of tensors for its columns of -1, then its values.
@@ -281,7 +270,7 @@ struct Given {
   std::vector<const Views*> lists;
   std::vector<Value> values;
 
-  bool take(State& state, const Call& call, PyObject* arguments) {
+  bool take(State& state, const PlannedCall& call, PyObject* arguments) {
     Py_ssize_t next = 0;
     name = call.name.c_str(), kernel = call.kernel;
     for (const int column : call.columns) {
@@ -290,10 +279,13 @@ struct Given {
         continue;
       }
       PyObject* const tensors = PyTuple_GetItem(arguments, next++);
-      if (!tensors) return false;
-      if (!take_list(tensors)) return false;
+      if (!tensors || !take_list(tensors)) return false;
     }
-    return take_values(arguments, next);
+    values.resize(PyTuple_Size(arguments) - next);
+    for (Value& value : values) {
+      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
+    }
+    return true;
   }
 
   // Adds a list of tensors. False where one is not plain; an exception may be set.
@@ -309,21 +301,6 @@ struct Given {
     }
     return true;
   }
-
-  bool take_values(PyObject* arguments, Py_ssize_t next) {
-    const Py_ssize_t count = PyTuple_Size(arguments);
-    values.resize(count - next);
-    for (Value& value : values) {
-      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
-      // A number may stand for a tensor of one element.
-      if (!value.view.is_defined) {
-        value.view.data = &value.number, value.view.numel = 1, value.view.dtype = aoti_torch_dtype_float64();
-        value.view.device = torch_abi::Device::cpu();
-        value.view.is_defined = value.view.is_strided = value.view.is_contiguous = value.view.has_memory = true;
-      }
-    }
-    return true;
-  }
 };
 
 // False with an exception set, for what a kernel refuses.
@@ -332,7 +309,7 @@ inline bool run_calls(const std::vector<Given>& given) {
   PyThreadState* const thread = PyEval_SaveThread();
   try {
     for (const Given& call : given) {
-      const torch_abi::Shown shown(call.name);
+      const auto shown = torch_abi::shown(call.name);
       Arguments in(call.lists, call.values);
       call.kernel(in);
     }
@@ -346,7 +323,7 @@ inline bool run_calls(const std::vector<Given>& given) {
 
 // Tells autograd what was written.
 inline bool bump_versions(const State& state) {
-  for (const Call& call : state.calls) {
+  for (const PlannedCall& call : state.calls) {
     for (const int written : call.written) {
       const Column& column = state.columns[written];
       PyObject* const tensors = column.read ? column.read : column.owners;
@@ -451,7 +428,7 @@ inline bool add_calls(State& state, PyObject* calls) {
     const char* op;
     PyObject *columns, *written;
     if (!PyArg_ParseTuple(PyList_GetItem(calls, i), "sOO", &op, &columns, &written)) return false;
-    Call& call = state.calls.emplace_back();
+    PlannedCall& call = state.calls.emplace_back();
     call.name = std::string("ampctx::") + op;
     for (Py_ssize_t k = 0; k < PyList_Size(columns); ++k) {
       call.columns.push_back(add_column(state, PyList_GetItem(columns, k)));

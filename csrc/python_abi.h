@@ -7,7 +7,7 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <utility>
+#include <memory>
 
 namespace ampctx::python_abi {
 
@@ -51,20 +51,9 @@ struct DLPackExchange {
 constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
 
 // A reference that is given back.
-class Reference {
- public:
-  explicit Reference(PyObject* object = nullptr) : object_(object) {}
-  Reference(Reference&& other) noexcept : object_(other.object_) { other.object_ = nullptr; }
-  Reference(const Reference&) = delete;
-  Reference& operator=(Reference&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Reference() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
+struct GiveBack {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
 };
+using Reference = std::unique_ptr<PyObject, GiveBack>;
 
 }  // namespace ampctx::python_abi

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -106,11 +107,11 @@ inline std::string last_error() {
   } while (0)
 
 // A property that a shim function writes through a pointer.
-#define AMPCTX_GETTER(type, name, function)  \
-  type name() const {                        \
-    type value{};                            \
-    AMPCTX_TORCH(function, handle_, &value); \
-    return value;                            \
+#define AMPCTX_GETTER(type, name, function)        \
+  type name() const {                              \
+    type value{};                                  \
+    AMPCTX_TORCH(function, handle_.get(), &value); \
+    return value;                                  \
   }
 
 struct Device {
@@ -143,18 +144,21 @@ inline std::string dtype_name(int32_t dtype) {
   return "number " + std::to_string(dtype);
 }
 
-// A tensor owned by this object. A boxed kernel owns its arguments and the elements that it takes out of a list.
+// What torch has handed out, owned.
+struct Delete {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
+  void operator()(StableListHandle list) const { torch_delete_list(list); }
+  void operator()(DeviceGuardHandle guard) const { aoti_torch_delete_device_guard(guard); }
+  void operator()(AtenRecordFunctionHandle range) const { aoti_record_function_end(range); }
+};
+template <class Opaque>
+using Owned = std::unique_ptr<Opaque, Delete>;
+
+// A boxed kernel owns its arguments and the elements that it takes out of a list.
 class Tensor {
  public:
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
   explicit Tensor(StableIValue argument) : Tensor(reinterpret_cast<AtenTensorHandle>(argument)) {}
-  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Tensor(const Tensor&) = delete;
-  Tensor& operator=(const Tensor&) = delete;
-  Tensor& operator=(Tensor&&) = delete;
-  ~Tensor() {
-    if (handle_) aoti_torch_delete_tensor_object(handle_);
-  }
 
   AMPCTX_GETTER(bool, is_defined, aoti_torch_is_defined)
   AMPCTX_GETTER(int32_t, layout, aoti_torch_get_layout)
@@ -171,20 +175,11 @@ class Tensor {
   AMPCTX_GETTER(const void*, data, torch_get_const_data_ptr)
   AMPCTX_GETTER(void*, mutable_data, torch_get_mutable_data_ptr)
 
-  bool is_strided() const { return layout() == aoti_torch_layout_strided(); }
-  Device device() const { return {device_type(), device_index()}; }
-
-  // Whether a dense tensor lies within its storage. Somebody may have freed that (FSDP does between uses of a
-  // parameter) or made it smaller under a view; the address is then null, or null and an offset, or one behind the end.
-  bool has_memory(int64_t elements, int64_t element_bytes) const {
-    return (storage_offset() + elements) * element_bytes <= storage_bytes();
-  }
-
   // Hands the tensor to the caller of a boxed kernel.
-  StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }
+  StableIValue release() { return reinterpret_cast<StableIValue>(handle_.release()); }
 
  private:
-  AtenTensorHandle handle_;
+  Owned<AtenTensorOpaque> handle_;
 };
 
 #undef AMPCTX_GETTER
@@ -192,17 +187,14 @@ class Tensor {
 using TensorList = std::vector<Tensor>;
 
 inline TensorList to_tensor_list(StableIValue argument) {
-  struct Owner {
-    StableListHandle handle;
-    ~Owner() { torch_delete_list(handle); }
-  } list{reinterpret_cast<StableListHandle>(argument)};
+  const Owned<StableListOpaque> list(reinterpret_cast<StableListHandle>(argument));
   size_t size = 0;
-  AMPCTX_TORCH(torch_list_size, list.handle, &size);
+  AMPCTX_TORCH(torch_list_size, list.get(), &size);
   TensorList tensors;
   tensors.reserve(size);
   for (size_t i = 0; i < size; ++i) {
     StableIValue element = 0;
-    AMPCTX_TORCH(torch_list_get_item, list.handle, i, &element);
+    AMPCTX_TORCH(torch_list_get_item, list.get(), i, &element);
     tensors.emplace_back(element);
   }
   return tensors;
@@ -242,39 +234,13 @@ inline Tensor empty(const int64_t* size, int32_t dtype, Device device) {
   return Tensor(handle);
 }
 
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int32_t index) { AMPCTX_TORCH(aoti_torch_create_device_guard, index, &handle_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  ~DeviceGuard() { aoti_torch_delete_device_guard(handle_); }
-
- private:
-  DeviceGuardHandle handle_ = nullptr;
-};
-
-inline void* current_cuda_stream(int32_t device_index) {
-  void* stream = nullptr;
-  AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_index, &stream);
-  return stream;
-}
-
 // Shows a call to torch's profiler, as torch's dispatcher does.
-class Shown {
- public:
-  explicit Shown(const char* name) {
-    if (aoti_record_function_start && aoti_record_function_start(name, nullptr, nullptr, 0, &range_) != 0)
-      range_ = nullptr;
-  }
-  Shown(const Shown&) = delete;
-  Shown& operator=(const Shown&) = delete;
-  ~Shown() {
-    if (range_) aoti_record_function_end(range_);
-  }
-
- private:
-  AtenRecordFunctionHandle range_ = nullptr;
-};
+inline Owned<AtenRecordFunctionOpaque> shown(const char* name) {
+  AtenRecordFunctionHandle range = nullptr;
+  const bool is_started =
+      aoti_record_function_start && aoti_record_function_start(name, nullptr, nullptr, 0, &range) == 0;
+  return Owned<AtenRecordFunctionOpaque>(is_started ? range : nullptr);
+}
 
 // torch's own thread pool. The body must not throw.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void* argument) {

@@ -75,23 +75,23 @@ FAULTS = [
         "muon averages from the wrong end", "csrc/functors/muon.h",
         "weight < 0.5 ? weight : weight - 1", "weight < 0.5 ? weight : 1 - weight", FORMULAS,
     ),
-    Fault("axpby subtracts", "csrc/functors/axpby.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
-    Fault("scale negates", "csrc/functors/scale.h", "return x * scale;", "return -x * scale;", f"{OPS}scale.py {CPU}"),
+    Fault("axpby subtracts", "csrc/functors/elementwise.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
+    Fault("scale negates", "csrc/functors/elementwise.h", "x * scale;", "-x * scale;", f"{OPS}scale.py {CPU}"),
     Fault(
-        "l2norm adds up absolute values", "csrc/functors/l2norm.h",
+        "l2norm adds up absolute values", "csrc/functors/elementwise.h",
         "return scaled * scaled;", "return scaled < 0 ? -scaled : scaled;", f"{OPS}l2norm.py {CPU}",
     ),
     Fault(
-        "an overflow makes the scale larger", "csrc/functors/update_scale.h",
+        "an overflow makes the scale larger", "csrc/functors/loss_scale.h",
         "* rule.backoff_factor);", "/ rule.backoff_factor);", f"tests/ops/test_update_scale.py {CPU}",
     ),
     Fault(
-        "the scale grows a step late", "csrc/functors/update_scale.h",
+        "the scale grows a step late", "csrc/functors/loss_scale.h",
         "clean_steps >= rule.growth_interval;", "clean_steps > rule.growth_interval;",
         f"tests/ops/test_update_scale.py {CPU}",
     ),
     Fault(
-        "the scale grows beyond its bound", "csrc/functors/update_scale.h",
+        "the scale grows beyond its bound", "csrc/functors/loss_scale.h",
         "*scale = larger > max_scale ? max_scale : larger;", "*scale = larger;",
         f"tests/ops/test_update_scale.py {CPU}",
     ),
@@ -143,15 +143,15 @@ FAULTS = [
     ),
     # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
     Fault(
-        "scale does not report inf", "csrc/cpu/multi_tensor_scale.cpp",
-        "nonfinite.report(found_inf);", "", f"{OPS}scale.py {CPU}",
+        "scale does not report inf", "csrc/cpu/elementwise.cpp",
+        "1 : kAtOnce);\n  nonfinite.report(found_inf);", "1 : kAtOnce);", f"{OPS}scale.py {CPU}",
     ),
     Fault(
-        "axpby looks at x alone", "csrc/functors/axpby.h",
+        "axpby looks at x alone", "csrc/functors/elementwise.h",
         "&& (arg_to_check == 0 || is_finite(y));", ";", f"{OPS}axpby.py {CPU}",
     ),
     Fault(
-        "an optimizer's kernel steps in spite of the flag", "csrc/cpu/optimizer_apply.h",
+        "an optimizer's kernel steps in spite of the flag", "csrc/cpu/optimizers.cpp",
         "if (call.found_inf.is_set()) return;", "", f"tests/ops/test_optimizer_steps.py {CPU}",
     ),
     Fault(

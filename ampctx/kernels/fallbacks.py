@@ -1,6 +1,6 @@
 """The fallback of each op, where no kernel is compiled: checks the arguments, then runs the plain-torch reference.
 
-It refuses the calls that the kernels refuse (csrc/check.h, csrc/library_optimizers.h), in words of its own, before
+It refuses the calls that the kernels refuse (csrc/check.h, csrc/library.cpp), in words of its own, before
 anything is written.
 """
 

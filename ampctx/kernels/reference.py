@@ -136,7 +136,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> None:
-    """The loss-scale rule of csrc/functors/update_scale.h, as selects on the device."""
+    """The loss-scale rule of csrc/functors/loss_scale.h, as selects on the device."""
     overflow = found_inf.reshape(()) != 0
     fewer = hysteresis_tracker.clamp(min=1) - 1
     left = torch.where(overflow, fewer, torch.full_like(hysteresis_tracker, hysteresis))
@@ -165,12 +165,12 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def skip_counts(counts: Tensor, slot: int) -> list[Tensor]:
-    """The four numbers of csrc/functors/count_skip.h for a loss of a step, as 0-d views."""
+    """The four numbers of csrc/functors/loss_scale.h for a loss of a step, as 0-d views."""
     return [*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind()]
 
 
 def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
-    """The counts of csrc/functors/count_skip.h."""
+    """The counts of csrc/functors/loss_scale.h."""
     count_skip_in(skip_counts(counts, slot), found_inf, flag, scale, is_first)
 
 

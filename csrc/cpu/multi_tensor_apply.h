@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <tuple>
 #include <vector>
 
 #include "../ops.h"
@@ -27,73 +28,42 @@ struct Block {
 
 inline int64_t block_count(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
 
-inline int64_t block_count(const TensorLists& lists) {
-  int64_t blocks = 0;
-  for (const int64_t numel : lists.numel) blocks += block_count(numel);
-  return blocks;
-}
-
-template <class Function>
-class BlockWalk {
- public:
-  BlockWalk(const TensorLists& lists, const Function& function, int64_t at_once)
-      : function_(function), at_once_(at_once) {
-    first_element_.reserve(lists.numel.size() + 1);
-    first_block_.reserve(lists.numel.size());
-    int64_t elements = 0, blocks = 0;
-    for (const int64_t numel : lists.numel) {
-      first_element_.push_back(elements);
-      first_block_.push_back(blocks);
-      elements += numel;
-      blocks += block_count(numel);
-    }
-    first_element_.push_back(elements);
-  }
-
-  void run(const Context& context) const {
-    const auto body = [](int64_t begin, int64_t end, void* self) {
-      static_cast<const BlockWalk*>(self)->walk(begin, end);
-    };
-    context.parallel_for(0, first_element_.back(), kGrain, body, const_cast<BlockWalk*>(this));
-  }
-
- private:
-  // The blocks that start in [begin, end) of the elements of all tensors.
-  void walk(int64_t begin, int64_t end) const {
-    const auto after = std::upper_bound(first_element_.begin(), first_element_.end(), begin);
-    int64_t tensor = after - first_element_.begin() - 1;
-    int64_t block = block_count(begin - first_element_[tensor]);
-    const int64_t tensors = static_cast<int64_t>(first_block_.size());
-    for (; tensor < tensors && first_element_[tensor] < end; ++tensor, block = 0) {
-      const int64_t numel = first_element_[tensor + 1] - first_element_[tensor];
-      const int64_t stop = std::min(numel, end - first_element_[tensor]);
-      const int64_t last = std::min(numel, block_count(stop) * kBlock);
-      for (; block * kBlock < stop; block += at_once_) {
-        const int64_t first = block * kBlock;
-        function_(Block{tensor, first, std::min(at_once_ * kBlock, last - first), first_block_[tensor] + block});
-      }
-    }
-  }
-
-  const Function& function_;
-  const int64_t at_once_;
-  std::vector<int64_t> first_element_, first_block_;
-};
-
 // function(Block) is called from several threads and must not throw. `at_once`: so many neighbouring blocks of a tensor
 // come as one, kAtOnce for a function without buffers.
 template <class Function>
 void for_each_block(const Context& context, const TensorLists& lists, const Function& function, int64_t at_once = 1) {
-  BlockWalk<Function>(lists, function, at_once).run(context);
+  std::vector<int64_t> first_element, first_block;
+  first_element.reserve(lists.numel.size() + 1);
+  first_block.reserve(lists.numel.size());
+  int64_t elements = 0, blocks = 0;
+  for (const int64_t numel : lists.numel) {
+    first_element.push_back(elements);
+    first_block.push_back(blocks);
+    elements += numel;
+    blocks += block_count(numel);
+  }
+  first_element.push_back(elements);
+  // The blocks that start in [begin, end) of the elements of all tensors.
+  const auto walk = [&](int64_t begin, int64_t end) {
+    const auto after = std::upper_bound(first_element.begin(), first_element.end(), begin);
+    int64_t tensor = after - first_element.begin() - 1;
+    int64_t block = block_count(begin - first_element[tensor]);
+    for (; tensor < lists.size() && first_element[tensor] < end; ++tensor, block = 0) {
+      const int64_t stop = std::min(lists.numel[tensor], end - first_element[tensor]);
+      const int64_t last = std::min(lists.numel[tensor], block_count(stop) * kBlock);
+      for (; block * kBlock < stop; block += at_once) {
+        const int64_t first = block * kBlock;
+        function(Block{tensor, first, std::min(at_once * kBlock, last - first), first_block[tensor] + block});
+      }
+    }
+  };
+  const auto body = [](int64_t begin, int64_t end, void* self) { (*static_cast<decltype(walk)*>(self))(begin, end); };
+  context.parallel_for(0, elements, kGrain, body, const_cast<void*>(static_cast<const void*>(&walk)));
 }
 
 template <class T>
 const Arithmetic<T>& arithmetic(const Simd& simd) {
-  if constexpr (sizeof(T) == sizeof(double)) {
-    return simd.f64;
-  } else {
-    return simd.f32;
-  }
+  return std::get<const Arithmetic<T>&>(std::tie(simd.f32, simd.f64));
 }
 
 // Gives blocks in T, the type of the arithmetic: in place if the memory holds T, else through a buffer.

@@ -1,37 +1,27 @@
 // The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
-#include "simd.h"
-#include "../functors/axpby.h"
-#include "../functors/l2norm.h"
-#include "../functors/scale.h"
+#include <type_traits>
+
+#include "../functors/elementwise.h"
 #include "simd_convert.h"
-#include "simd_table.h"
 
 namespace ampctx::cpu {
 namespace {
 
 // A mask as wide as a value, because loops over values and masks of one width vectorize.
 template <class T>
-struct Bits;
-template <>
-struct Bits<float> {
-  using type = uint32_t;
-};
-template <>
-struct Bits<double> {
-  using type = uint64_t;
-};
+using BitsOf = std::conditional_t<sizeof(T) == sizeof(float), uint32_t, uint64_t>;
 
 // Casts, checks and scales in registers.
 template <bool streams, class T, class From, class To>
 bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
   using Values = Vector<T>;
-  typedef typename Bits<T>::type Words __attribute__((vector_size(kVector)));
+  typedef BitsOf<T> Words __attribute__((vector_size(kVector)));
   constexpr int kWidth = Values::kWidth;
   const auto factors = typename Values::Type{} + factor;
   Words largest = {};  // of the magnitudes as integers: inf and nan are above all numbers
   const auto scale = [&](const From* from) __attribute__((always_inline)) {
     const typename Values::Type values = Values::load(from);
-    const Words magnitudes = bits_as<Words>(values) & (~typename Bits<T>::type{0} >> 1);
+    const Words magnitudes = bits_as<Words>(values) & (~BitsOf<T>{0} >> 1);
     largest = magnitudes > largest ? magnitudes : largest;
     return scale_element(values, factors);
   };
@@ -49,11 +39,6 @@ bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
   bool finite = true;
   for (int lane = 0; lane < kWidth; ++lane) finite = finite && largest[lane] < kExponent<T>;
   return finite;
-}
-
-template <class T>
-bool scale(const T* x, T* out, int64_t n, T factor) {
-  return scale_vectors<false>(x, out, n, factor);
 }
 
 template <class From, class To>
@@ -75,9 +60,9 @@ bool scale_mixed(const void* x, void* out, int64_t n, float factor, [[maybe_unus
       load<From, float>(from + i, in, size);
     }
     if constexpr (sizeof(To) == sizeof(float)) {
-      finite &= scale(values, to + i, size, factor);
+      finite &= scale_vectors<false>(values, to + i, size, factor);
     } else {
-      finite &= scale(values, scaled, size, factor);
+      finite &= scale_vectors<false>(values, scaled, size, factor);
       store<To, float>(scaled, to + i, size);
     }
   });
@@ -87,7 +72,7 @@ bool scale_mixed(const void* x, void* out, int64_t n, float factor, [[maybe_unus
 
 template <int arg_to_check, class T>
 bool axpby_checking(const T* x, const T* y, T* out, int64_t n, T a, T b) {
-  typename Bits<T>::type nonfinite = 0;
+  BitsOf<T> nonfinite = 0;
   AMPCTX_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
     nonfinite |= !axpby_is_finite(x[i], y[i], arg_to_check);
@@ -190,11 +175,6 @@ bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sums) {
   return finite;
 }
 
-template <class T>
-bool l2norm(const T* x, int64_t n, T inv_scale, double* sums) {
-  return l2norm_of(x, n, inv_scale, sums);
-}
-
 template <class From>
 bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
   return l2norm_of(static_cast<const From*>(x), n, inv_scale, sums);
@@ -202,7 +182,7 @@ bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
 
 template <class T>
 void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
-  typename Bits<T>::type largest = 0;
+  BitsOf<T> largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const auto bits = magnitude_bits(x[i] * inv_scale);
     largest = bits > largest ? bits : largest;
@@ -219,8 +199,8 @@ extern const Simd AMPCTX_TABLE(simd);
 // The order of the types is that of DType.
 const Simd AMPCTX_TABLE(simd) = {
     AMPCTX_QUOTE(AMPCTX_SIMD_NAME),
-    {scale<float>, axpby<float>, l2norm<float>, max_norm<float>},
-    {scale<double>, axpby<double>, l2norm<double>, max_norm<double>},
+    {scale_vectors<false, float, float, float>, axpby<float>, l2norm_of<float, float>, max_norm<float>},
+    {scale_vectors<false, double, double, double>, axpby<double>, l2norm_of<double, double>, max_norm<double>},
     {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr, load<Remainder, float>},
      {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
     {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},

@@ -5,7 +5,7 @@
 
 #include "../functors/codes.h"
 #include "../functors/write_back.h"
-#include "functors.h"
+#include "step_ops.h"
 
 namespace ampctx::cpu {
 

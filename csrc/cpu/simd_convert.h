@@ -1,5 +1,8 @@
-// Converts blocks of elements between memory types and the type of the arithmetic. Everything is static, because
-// setup.py compiles the files that include this once per instruction set.
+// Converts blocks of elements between memory types and the type of the arithmetic.
+//
+// setup.py compiles the files that include this once per instruction set, AMPCTX_SIMD_NAME. They name their tables by
+// it. All else in them is static, and they include no function with external linkage, of which the linker would keep
+// one copy for all instruction sets (functors/host_device.h).
 #pragma once
 
 #include "../functors/convert.h"
@@ -7,6 +10,19 @@
 
 #ifdef __F16C__
 #include <immintrin.h>
+#endif
+
+#define AMPCTX_QUOTE_(name) #name
+#define AMPCTX_QUOTE(name) AMPCTX_QUOTE_(name)
+#define AMPCTX_TABLE__(table, name) table##_##name
+#define AMPCTX_TABLE_(table, name) AMPCTX_TABLE__(table, name)
+#define AMPCTX_TABLE(table) AMPCTX_TABLE_(table, AMPCTX_SIMD_NAME)
+
+// An output is an input or does not overlap one, so no iteration depends on another.
+#ifdef __clang__
+#define AMPCTX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define AMPCTX_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace ampctx::cpu {

@@ -80,12 +80,10 @@ struct DeviceTable {
 };
 
 // With Adam, 78 tensors take the small table, and up to 675 the large one: ResNet-50 (161), BERT-large (393).
-template <int depth, int parameters>
-using TableIn = Table<depth, parameters - kOtherParameters>;
 template <int depth>
-using SmallTable = TableIn<depth, kFewParameters>;
+using SmallTable = Table<depth, kFewParameters - kOtherParameters>;
 template <int depth>
-using LargeTable = TableIn<depth, kManyParameters>;
+using LargeTable = Table<depth, kManyParameters - kOtherParameters>;
 
 // How many bytes of parameters a kernel may have, by its first one.
 template <class First>
@@ -132,14 +130,15 @@ DeviceTable<depth> copy_table(const Context& context, const TensorLists& lists) 
     table.pointer[list] = reinterpret_cast<void* const*>(memory + count + 1 + list * count);
     table.dtype[list] = lists.dtype[list];
   }
-  Staging::of(context.device).copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
-    staged[0] = 0;
-    for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
-    table.total = staged[count];
-    for (int list = 0; list < depth; ++list) {
-      std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
-    }
-  });
+  of_device<Staging>(context.device)
+      .copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
+        staged[0] = 0;
+        for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
+        table.total = staged[count];
+        for (int list = 0; list < depth; ++list) {
+          std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
+        }
+      });
   return table;
 }
 

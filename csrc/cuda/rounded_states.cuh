@@ -22,7 +22,7 @@ __host__ __device__ constexpr DType code_of_state(int state) { return state == 0
 template <class Options>
 constexpr bool may_round_states(int states) {
   for (int state = 0; state < states; ++state) {
-    if (state >= kCodedStates || StepOp<Options>::states[state].code != code_of_state(state)) return false;
+    if (state >= kCodedStates || StepOp<Options>::states.begin()[state].code != code_of_state(state)) return false;
   }
   return states > 0;
 }
@@ -103,13 +103,29 @@ __device__ __forceinline__ void for_each_octet(const Table& table, int tensor, i
   }
 }
 
-// Loads and stores the lists of one tensor.
+// Bits of states that round to nearest.
+constexpr uint32_t kToNearest = 0x80008000u;
+static_assert(kNearest == (kToNearest & 0xffff) * 0x1p-16f);
+
+// How a call rounds, besides what all steps are given.
+struct RoundingParameters {
+  bool is_random, unscales;
+
+  explicit RoundingParameters(const StepCall& call) : is_random(call.stochastic_state), unscales(call.unscales) {}
+};
+
+// The numbers that a thread computes with: gradients, weights, and room for extras, as load_weights() has them.
+using Weights = float[3][kVector];
+
+// The lists of one tensor, of which a thread takes an octet at a time through a step.
 template <int states, class Table>
-class TensorAccess {
+class RoundedTensor {
  public:
   using Lists = RoundedLists<states>;
 
-  __device__ TensorAccess(const Table& table, int tensor) : table_(table), tensor_(tensor), is_aligned_(true) {
+  __device__ RoundedTensor(const Table& table, int tensor, const CodeTable<states>& codes, bool is_random,
+                           WriteBack write_back)
+      : table_(table), tensor_(tensor), codes_(codes), is_random_(is_random), write_back_(write_back) {
 #pragma unroll
     for (int list = 0; list < Lists::kWalked; ++list) {
       const int64_t bytes = is_code(table.dtype[list]) ? kVector : kAccessBytes;
@@ -117,8 +133,51 @@ class TensorAccess {
     }
   }
 
+  // All loads before the first conversion: Raw of vectorized.cuh.
+  template <bool grads>
+  __device__ __forceinline__ void load(const Octet& octet, Weights& value, float (&state)[states][kVector]) const {
+    Raw raw[Lists::kWalked];
+    float scale[states];
+#pragma unroll
+    for (int list = grads ? 0 : 1; list < Lists::kExtras; ++list) load_list(list, octet, raw[list]);
+    if (reads_extras(write_back_)) load_list(Lists::kExtras, octet, raw[Lists::kExtras]);
+#pragma unroll
+    for (int s = 0; s < states; ++s) scale[s] = load_scale(s, octet);
+    if constexpr (grads) from_raw(table_.dtype[0], raw[0], 0, value[0]);
+    from_raw(table_.dtype[1], raw[1], 0, value[1]);
+    if (reads_extras(write_back_)) {
+      from_raw(table_.dtype[Lists::kExtras], raw[Lists::kExtras], 0, value[2]);
+      load_weights<true>(write_back_, value);
+    }
+    read<0>(raw[2], scale[0], state[0]);
+    if constexpr (states > 1) read<1>(raw[3], scale[1], state[1]);
+  }
+
+  __device__ __forceinline__ void store_grads(const Octet& octet, const float (&grad)[kVector]) const {
+    store_values(0, octet, grad);
+  }
+
+  __device__ __forceinline__ void store_weights(const Octet& octet, RandomKey key, Weights& value) const {
+    cuda::store_weights<true>(write_back_, table_.dtype[1], key, value, octet.places());
+    cuda::store_weights<false>(write_back_, table_.dtype[1], key, value, octet.places());
+    store_values(1, octet, value[1]);
+    if (has_extras(write_back_)) store_values(Lists::kExtras, octet, value[2]);
+  }
+
+  // Rounds the states and stores them. Then they are what was stored.
+  __device__ __forceinline__ void store_states(const Octet& octet, RandomKey key,
+                                               float (&state)[states][kVector]) const {
+    uint32_t bits[kVector];
+    const RandomKey here = key_at(key, octet.at);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) bits[k] = is_random_ ? bits_of_states(random_bits(here, k)) : kToNearest;
+    store_state<0>(octet, bits, state[0]);
+    if constexpr (states > 1) store_state<1>(octet, bits, state[1]);
+  }
+
+ private:
   // Elements beyond the end are 0.
-  __device__ __forceinline__ void load(int list, const Octet& octet, Raw& raw) const {
+  __device__ __forceinline__ void load_list(int list, const Octet& octet, Raw& raw) const {
     const DType dtype = table_.dtype[list];
     if (octet.count == kVector && is_aligned_) {
       is_code(dtype) ? load_words<2, 0>(base(list), octet.at, raw)
@@ -130,7 +189,7 @@ class TensorAccess {
     }
   }
 
-  __device__ __forceinline__ void store(int list, const Octet& octet, const Raw& raw) const {
+  __device__ __forceinline__ void store_list(int list, const Octet& octet, const Raw& raw) const {
     const DType dtype = table_.dtype[list];
     if (octet.count == kVector && is_aligned_) {
       is_code(dtype) ? store_words<2, 0>(base(list), octet.at, raw)
@@ -156,9 +215,6 @@ class TensorAccess {
     scales(state)[octet.at / kCodeBlock] = scale;
   }
 
-  __device__ __forceinline__ DType dtype(int list) const { return table_.dtype[list]; }
-
- private:
   // Looked up for each access: less to keep while elements are computed.
   __device__ __forceinline__ void* base(int list) const { return tensor_data(table_, list, tensor_); }
   __device__ __forceinline__ float* scales(int state) const {
@@ -186,45 +242,25 @@ class TensorAccess {
     }
   }
 
-  const Table& table_;
-  const int tensor_;
-  bool is_aligned_;  // all lists: one branch for the loads of all
-};
-
-// Bits of states that round to nearest.
-constexpr uint32_t kToNearest = 0x80008000u;
-static_assert(kNearest == (kToNearest & 0xffff) * 0x1p-16f);
-
-// What a kernel knows of states besides their tensors.
-template <int states>
-struct StateRounding {
-  const CodeTable<states>& codes;
-  bool is_random;
-
   template <int state>
-  __device__ __forceinline__ void read(DType dtype, const Raw& raw, float scale, float (&value)[kVector]) const {
+  __device__ __forceinline__ void read(const Raw& raw, float scale, float (&value)[kVector]) const {
+    const DType dtype = table_.dtype[2 + state];
     if (dtype != code_of_state(state)) return from_raw(dtype, raw, 0, value);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       const uint32_t q = raw.word[k / 4] >> k % 4 * 8 & 0xff;
-      value[k] = with_scale<code_of_state(state)>(codes.value[state][q], scale);
+      value[k] = with_scale<code_of_state(state)>(codes_.value[state][q], scale);
     }
-  }
-
-  // The bits that round the states of an octet.
-  __device__ __forceinline__ void draw(RandomKey key, const Octet& octet, uint32_t (&bits)[kVector]) const {
-    const RandomKey here = key_at(key, octet.at);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) bits[k] = is_random ? bits_of_states(random_bits(here, k)) : kToNearest;
   }
 
   // Rounds a state, for all lanes of a warp at once, and returns the scale of the octet's block.
   template <int state>
-  __device__ __forceinline__ float round(DType dtype, const uint32_t (&bits)[kVector], const Octet& octet,
-                                         float (&value)[kVector], Raw& raw) const {
+  __device__ __forceinline__ float round(const Octet& octet, const uint32_t (&bits)[kVector], float (&value)[kVector],
+                                         Raw& raw) const {
+    const DType dtype = table_.dtype[2 + state];
     constexpr DType code = code_of_state(state);
     if (dtype != code) {
-      if (is_random && dtype == DType::bf16) {
+      if (is_random_ && dtype == DType::bf16) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
           value[k] = round_stochastically(value[k], DType::bf16, bits_of_state(bits[k], state));
@@ -254,98 +290,29 @@ struct StateRounding {
     }
     return scale;
   }
-};
 
-// The numbers that a thread computes with: gradients, weights, and room for extras, as load_weights() has them.
-using Weights = float[3][kVector];
-
-// Eight elements of a thread on their way through a step.
-template <int states, class Table>
-class StepOctet {
- public:
-  using Lists = RoundedLists<states>;
-
-  __device__ __forceinline__ StepOctet(const TensorAccess<states, Table>& access, const StateRounding<states>& rounding,
-                                       WriteBack write_back, const Octet& octet)
-      : access_(access), rounding_(rounding), write_back_(write_back), octet_(octet) {}
-
-  // All loads before the first conversion: access.cuh.
-  template <bool grads>
-  __device__ __forceinline__ void load(Weights& value, float (&state)[states][kVector]) const {
-    Raw raw[Lists::kWalked];
-    float scale[states];
-#pragma unroll
-    for (int list = grads ? 0 : 1; list < Lists::kExtras; ++list) access_.load(list, octet_, raw[list]);
-    if (reads_extras(write_back_)) access_.load(Lists::kExtras, octet_, raw[Lists::kExtras]);
-#pragma unroll
-    for (int s = 0; s < states; ++s) scale[s] = access_.load_scale(s, octet_);
-    if constexpr (grads) from_raw(access_.dtype(0), raw[0], 0, value[0]);
-    from_raw(access_.dtype(1), raw[1], 0, value[1]);
-    if (reads_extras(write_back_)) {
-      from_raw(access_.dtype(Lists::kExtras), raw[Lists::kExtras], 0, value[2]);
-      load_weights<true>(write_back_, value);
-    }
-    rounding_.template read<0>(access_.dtype(2), raw[2], scale[0], state[0]);
-    if constexpr (states > 1) rounding_.template read<1>(access_.dtype(3), raw[3], scale[1], state[1]);
-  }
-
-  __device__ __forceinline__ void store_grads(const float (&grad)[kVector]) const { store(0, grad); }
-
-  __device__ __forceinline__ void store_weights(RandomKey key, Weights& value) const {
-    cuda::store_weights<true>(write_back_, access_.dtype(1), key, value, octet_.places());
-    cuda::store_weights<false>(write_back_, access_.dtype(1), key, value, octet_.places());
-    store(1, value[1]);
-    if (has_extras(write_back_)) store(Lists::kExtras, value[2]);
-  }
-
-  // Rounds the states and stores them. Then they are what was stored.
-  __device__ __forceinline__ void store_states(RandomKey key, float (&state)[states][kVector]) const {
-    uint32_t bits[kVector];
-    rounding_.draw(key, octet_, bits);
-    store_state<0>(bits, state[0]);
-    if constexpr (states > 1) store_state<1>(bits, state[1]);
-  }
-
-  __device__ __forceinline__ bool has(int k) const { return k < octet_.count; }
-
- private:
-  __device__ __forceinline__ void store(int list, const float (&value)[kVector]) const {
+  __device__ __forceinline__ void store_values(int list, const Octet& octet, const float (&value)[kVector]) const {
     Raw raw;
-    to_raw(access_.dtype(list), value, 0, raw);
-    access_.store(list, octet_, raw);
+    to_raw(table_.dtype[list], value, 0, raw);
+    store_list(list, octet, raw);
   }
 
   template <int state>
-  __device__ __forceinline__ void store_state(const uint32_t (&bits)[kVector], float (&value)[kVector]) const {
-    const DType dtype = access_.dtype(2 + state);
+  __device__ __forceinline__ void store_state(const Octet& octet, const uint32_t (&bits)[kVector],
+                                              float (&value)[kVector]) const {
     Raw raw;
-    const float scale = rounding_.template round<state>(dtype, bits, octet_, value, raw);
-    access_.store(2 + state, octet_, raw);
-    if (is_code(dtype)) access_.store_scale(state, octet_, scale);
-    rounding_.template read<state>(dtype, raw, scale, value);
+    const float scale = round<state>(octet, bits, value, raw);
+    store_list(2 + state, octet, raw);
+    if (is_code(table_.dtype[2 + state])) store_scale(state, octet, scale);
+    read<state>(raw, scale, value);
   }
 
-  const TensorAccess<states, Table>& access_;
-  const StateRounding<states>& rounding_;
+  const Table& table_;
+  const int tensor_;
+  const CodeTable<states>& codes_;
+  const bool is_random_;
   const WriteBack write_back_;
-  const Octet octet_;
-};
-
-// visit(octet) for each StepOctet of a segment.
-template <int states, class Table, class Visit>
-__device__ __forceinline__ void for_each_step_octet(const Table& table, int tensor, int64_t begin, int64_t size,
-                                                    const StateRounding<states>& rounding, WriteBack write_back,
-                                                    const Visit& visit) {
-  const TensorAccess<states, Table> access(table, tensor);
-  for_each_octet(table, tensor, begin, size,
-                 [&](const Octet& octet) { visit(StepOctet<states, Table>(access, rounding, write_back, octet)); });
-}
-
-// How a call rounds, besides what all steps are given.
-struct RoundingParameters {
-  bool is_random, unscales;
-
-  explicit RoundingParameters(const StepCall& call) : is_random(call.stochastic_state), unscales(call.unscales) {}
+  bool is_aligned_ = true;  // all lists: one branch for the loads of all
 };
 
 constexpr int kRoundedBlocks = 2;  // that a multiprocessor is to run at once

@@ -37,17 +37,18 @@ inline bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// What there is one of for each device. Never destroyed: at the end of the process CUDA may be gone before.
+template <class T>
+T& of_device(int device) {
+  static std::mutex mutex;
+  static auto* const all = new std::deque<T>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  while (all->size() <= static_cast<size_t>(device)) all->emplace_back();
+  return (*all)[device];
+}
+
 class Staging {
  public:
-  // Of the current device, which is `device`. Never destroyed: at the end of the process CUDA may be gone before.
-  static Staging& of(int device) {
-    static std::mutex mutex;
-    static auto* const all = new std::deque<Staging>;
-    const std::lock_guard<std::mutex> lock(mutex);
-    while (all->size() <= static_cast<size_t>(device)) all->emplace_back();
-    return (*all)[device];
-  }
-
   // fill(words) writes what is copied to `target`.
   template <class Fill>
   void copy(int64_t* target, int64_t words, cudaStream_t stream, const Fill& fill) {

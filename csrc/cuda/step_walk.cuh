@@ -3,7 +3,6 @@
 // everything as it is where that is set.
 #pragma once
 
-#include "../optimizer_ops.h"
 #include "tickets.cuh"
 #include "vectorized.cuh"
 
@@ -21,13 +20,6 @@ struct StepCounts {
   int64_t first = 0;                    // the place of the table's first among these
 
   explicit StepCounts(const StepCall& call) : rule(call.rule), numbers(call.numbers) {}
-
-  // In front of the last walk of a step.
-  StepCounts advanced(unsigned* with) const {
-    StepCounts counts = *this;
-    counts.tickets = with;
-    return counts;
-  }
 };
 
 // Makes the scalars of the block's tensors from `tensor` on, kThreads of them, each by a thread: powers are slow.

@@ -6,8 +6,6 @@
 // that aborts ends the context, and its memory with it.
 #pragma once
 
-#include <unordered_map>
-
 #include "multi_tensor_apply.cuh"
 
 namespace ampctx::cuda {
@@ -16,29 +14,9 @@ namespace ampctx::cuda {
 // from.
 constexpr int kTickets = kMaxBlocks;
 
-// Which sets of a device are given away. torch makes its streams once and destroys none, so a handle stands for one
-// stream.
-class TicketSets {
- public:
-  static constexpr int kStreams = 16, kCapturedCalls = 112;
-
-  static TicketSets& of(int device);
-  // For a call in that stream of the current device. Null if no set is left.
-  unsigned* take(cudaStream_t stream);
-  void forget() { streams_.clear(), captured_ = 0; }  // for tests
-
- private:
-  int number_for(cudaStream_t stream, bool captures);
-  unsigned* memory();
-
-  std::mutex mutex_;
-  unsigned* memory_ = nullptr;
-  std::unordered_map<cudaStream_t, int> streams_;
-  int captured_ = 0;
-};
-
 // A set for the launches of one call. Where none is left, memory that is set to 0, by the stream, in front of them.
 unsigned* tickets_for(const Context& context);
+void forget_tickets();  // gives none of the first device away any more; for tests
 
 // Called by one thread, after what its block leaves. Whether it is the last of `count` callers; if so it sees what the
 // others have left.
@@ -64,24 +42,11 @@ __device__ inline bool is_last_block(unsigned* tickets) {
   return is_last;
 }
 
-// The scale of a loss whose gradients a launch checks: the last block applies the rule. Not where scale is null.
-struct KernelUpdate {
-  float* scale = nullptr;
-  int32_t* growth_tracker = nullptr;
-  int32_t* hysteresis_tracker = nullptr;
-  ScaleRule rule{};
-
-  KernelUpdate() = default;
-  explicit KernelUpdate(const ScaleUpdate& update)
-      : scale(update.state.scale),
-        growth_tracker(update.state.growth_tracker),
-        hysteresis_tracker(update.state.hysteresis_tracker),
-        rule(update.rule) {}
-
-  // Called by one thread of the last block.
-  __device__ void apply(const FoundInf& found_inf) const {
-    if (scale) update_scale_element(scale, growth_tracker, hysteresis_tracker, found_inf.is_set(), rule);
-  }
-};
+// Called by one thread of the last block of a launch that checks gradients of a loss.
+__device__ inline void apply(const ScaleUpdate& update) {
+  const ScaleState& state = update.state;
+  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, state.found_inf.is_set(),
+                       update.rule);
+}
 
 }  // namespace ampctx::cuda

@@ -4,8 +4,6 @@
 //   h += g g
 //   u = g / (sqrt(h) + eps)
 //   w -= lr (u + weight_decay w), or lr u not in adagrad_w_mode
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "step.h"

@@ -6,8 +6,6 @@
 //   x = max(x, v) with amsgrad, else v
 //   u = (m rc1) / (sqrt(x) rsc2 + eps)           rc1, rsc2: functors/step.h
 //   w -= lr (u + weight_decay w), or lr u not in adam_w_mode
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "step.h"

@@ -8,7 +8,6 @@
 
 #include "convert.h"
 #include "dtype.h"
-#include "finite.h"
 #include "random.h"
 
 namespace ampctx {
@@ -33,7 +32,7 @@ constexpr float kNearest = 0.5f;
 
 // The larger of two magnitudes as bits: inf is above all numbers, nan above inf.
 AMPCTX_FN uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
-AMPCTX_FN uint32_t largest(uint32_t so_far, float value) { return larger(so_far, bits_of(value) & 0x7fffffffu); }
+AMPCTX_FN uint32_t largest(uint32_t so_far, float value) { return larger(so_far, magnitude_bits(value)); }
 
 // Of a block whose largest magnitude has these bits. Roots keep the order, so one root serves the block.
 template <DType code>

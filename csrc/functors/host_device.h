@@ -52,4 +52,20 @@ AMPCTX_FN T maximum(T a, T b) {
   return a < b || b != b ? b : a;
 }
 
+// The finite check behind found_inf: inf and nan are the values whose exponent bits are all ones. A test of the bits,
+// because comparisons with inf do not vectorize as well and flags such as -ffast-math cannot break it.
+template <class T>
+constexpr uint32_t kExponent = 0xffu << 23;
+template <>
+constexpr uint64_t kExponent<double> = 0x7ffull << 52;
+
+template <class T>
+AMPCTX_FN bool is_finite(T value) {
+  return (bits_of(value) & kExponent<T>) != kExponent<T>;
+}
+
+// The bits order magnitudes as the numbers do, with inf above them all and nan above inf.
+AMPCTX_FN uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
+AMPCTX_FN uint64_t magnitude_bits(double x) { return bits_of(x) & 0x7fffffffffffffffull; }
+
 }  // namespace ampctx

@@ -6,8 +6,6 @@
 //   u += weight_decay w                          in adam_w_mode
 //   rate = lr ||w|| / ||u||, or lr where a norm is 0 or no ratio is asked for
 //   w -= rate u
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "adam.h"

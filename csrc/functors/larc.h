@@ -3,8 +3,6 @@
 //   rate = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps), or min(rate / lr, 1) with clip
 //   g = rate (g + weight_decay w), or g alone where a norm is 0; with maximize, where the step goes up the gradient,
 //       rate (g - weight_decay w), so that the decay shrinks weights still
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "host_device.h"

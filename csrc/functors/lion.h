@@ -1,4 +1,4 @@
-// Lion (Chen et al. 2023), one element. Each product and sum is rounded, in this order, on every backend.
+// Lion (Chen et al. 2023), one element.
 //
 //   u = sign(beta1 m + (1 - beta1) g)            of nan: nan
 //   m = beta2 m + (1 - beta2) g

@@ -4,7 +4,7 @@
 //   u = lerp(g, m, momentum) with nesterov, else m
 //   lerp(a, b, weight) = a + weight (b - a) where weight < 0.5, else b + (weight - 1) (b - a): torch's two forms
 //
-// u takes the place of the weight. Each product and sum is rounded, in this order, on every backend.
+// u takes the place of the weight.
 #pragma once
 
 #include "step.h"

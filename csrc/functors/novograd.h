@@ -6,8 +6,6 @@
 //   g = g / d + weight_decay w                   with reg_inside_moment
 //   m = beta1 m + (1 - beta1) g
 //   w -= lr (m rc1), or lr ((m rc1) / d + weight_decay w) without reg_inside_moment
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "step.h"

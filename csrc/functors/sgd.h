@@ -5,8 +5,6 @@
 //   g = g + momentum b with nesterov, else b                these two with momentum only
 //   g += weight_decay w                                     where that comes last and is not 0
 //   w -= lr g
-//
-// Each product and sum is rounded, in this order, on every backend.
 #pragma once
 
 #include "step.h"

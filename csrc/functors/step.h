@@ -2,6 +2,8 @@
 //
 //   step_element(optimizer, tensor, lr, g, w, state) updates state[0 .. kStates) and returns the updated weight
 //
+// Each product and sum of their formulas is rounded, in the order of the code, on every backend.
+//
 // `tensor` is what an optimizer needs to know of a tensor besides its elements: the corrections of biased averages at
 // its own step count, in fp64 rounded to T, and the key of its random bits.
 //

@@ -14,7 +14,6 @@
 
 #include "convert.h"
 #include "dtype.h"
-#include "finite.h"
 #include "random.h"
 
 namespace ampctx {

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "csrc/cpu/simd.h"
-#include "csrc/optimizer_ops.h"
+#include "csrc/ops.h"
 
 using namespace ampctx;
 

@@ -2,10 +2,58 @@
 //
 // One walk stores m and v and leaves partial sums of ||w||^2 and ||u||^2; with the norms of each tensor known, a second
 // one makes u again, of what was stored, and takes the step. One walk does both where no ratio is asked for.
-#include "lamb.cuh"
+#include "norms.cuh"
+#include "rounded_states.cuh"
 
 namespace ampctx::cuda {
 namespace {
+
+enum class Walk { moments, weights, all };
+
+// What a kernel is given besides the table and its share.
+struct LambParameters {
+  StepParameters step;
+  KernelFactor global_grad_norm;
+  Lamb<float> lamb;
+  const float* norms;  // of w and u
+  float* partial;
+
+  LambParameters(const StepCall& call, const LambOptions& options, const NormsWorkspace& workspace)
+      : step(call),
+        global_grad_norm(call.factors[0]),
+        lamb(options),
+        norms(workspace.norms),
+        partial(workspace.partial) {}
+};
+
+template <Walk walk>
+using Take = std::integral_constant<Walk, walk>;
+
+// The walks of a call through tables of `depth` lists. launch(Take<walk>, table, parameters, counts) returns its grid.
+template <int depth, class Launch>
+void walk_lamb(const Context& context, const StepCall& call, const LambOptions& options, const TensorLists& lists,
+               const Launch& launch) {
+  const NormsWorkspace workspace(call, 2);
+  LambParameters parameters(call, options, workspace);
+  StepCounts counts(call);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  for_each_table<depth>(context, lists, [&](const auto& table) {
+    if (has_ratio(options)) {
+      counts.tickets = nullptr;
+      const int64_t share = launch(Take<Walk::moments>{}, table, parameters, counts).share;
+      parameters.step.skips = {};
+      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
+      counts.tickets = tickets;
+      launch(Take<Walk::weights>{}, table, parameters, counts);
+    } else {
+      counts.tickets = tickets;
+      launch(Take<Walk::all>{}, table, parameters, counts);
+      parameters.step.skips = {};
+    }
+    counts.first += table.count;
+  });
+  advance_empty_steps(context, call);
+}
 
 template <Walk walk, bool extras, bool unscales>
 struct LambFunctor {
@@ -93,6 +141,69 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
     constexpr auto kernel = &lamb_kernel<walk, extras, stores, std::decay_t<decltype(table)>>;
     return launch_over<kernel>(context, table, given...);
   });
+}
+
+template <Walk walk, class Table>
+__global__ void __launch_bounds__(kThreads, kRoundedBlocks)
+    rounded_lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts,
+                        RoundingParameters how) {
+  constexpr int states = 2;
+  using Lists = RoundedLists<states>;
+  if (call.step.is_skipped()) return;
+  __shared__ CodeTable<states> codes;
+  codes.fill();
+  const GradientScale<true> gradient(call.step.inv_scale.get(), call.step.maximize);
+  const float lr = call.step.lr.get();
+  Lamb<float> lamb = call.lamb;
+  lamb.clip = lamb_clip(lamb, call.global_grad_norm.get());
+  for_each_step_segment<Lists::kSteps>(
+      table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
+        float sum[2] = {}, rate = lr;
+        if constexpr (walk == Walk::weights) {
+          rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
+        }
+        const RoundedTensor<states, Table> lists(table, tensor, codes, how.is_random, call.step.write_back);
+        for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
+          Weights value;
+          float state[states][kVector], u[kVector];
+          lists.template load<walk != Walk::weights>(octet, value, state);
+          if constexpr (walk != Walk::weights) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+              lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], state[0][k], state[1][k]);
+            }
+            if (how.unscales) lists.store_grads(octet, value[0]);
+            lists.store_states(octet, scalars.key, state);
+          }
+#pragma unroll
+          for (int k = 0; k < kVector; ++k) {
+            u[k] = lamb_direction(lamb, scalars, value[1][k], state[0][k], state[1][k]);
+          }
+          if constexpr (walk == Walk::moments) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) u[k] = k < octet.count ? u[k] : 0.0f;  // 0 / 0 where eps is 0
+            sum[0] += L2Norm::of(value[1], 1.0f);
+            sum[1] += L2Norm::of(u, 1.0f);
+          } else {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) value[1][k] -= rate * u[k];
+            lists.store_weights(octet, scalars.key, value);
+          }
+        });
+        if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, sum, call.partial);
+      });
+}
+
+// For states that are codes, or are rounded at random: the same walks through rounded_states.cuh.
+void rounded_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
+  using Lists = RoundedLists<2>;
+  static_assert(may_round_states<LambOptions>(2));
+  const RoundingParameters how(call);
+  const auto launch = [&](auto walk, const auto& table, const auto&... given) {
+    constexpr auto kernel = &rounded_lamb_kernel<walk, std::decay_t<decltype(table)>>;
+    return launch_over<kernel>(context, table, given..., how);
+  };
+  walk_lamb<Lists::kDepth>(context, call, options, Lists::of(call), launch);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The loss-scale rule.
+// What becomes of the loss scale and of skipped steps. The loss-scale rule:
 //
 //   found_inf != 0:  hysteresis -= 1, growth = 0
 //                    if hysteresis <= 0:            scale = max(scale * backoff_factor, min_scale)
@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "finite.h"
+#include "host_device.h"
 
 namespace ampctx {
 
@@ -58,6 +58,35 @@ AMPCTX_FN void block_factors_element(const float* scale, float* copy, float* inv
   *copy = *scale;
   *inverse = 1.0f / *scale;
   *found_inf = 0;
+}
+
+// The factor of clipped gradients: inv_scale * min(max_norm / (norm + 1e-6), 1), each step rounded as
+// torch.nn.utils.clip_grad_norm_ rounds, which multiplies by the reciprocal. nan where the norm is.
+AMPCTX_FN float clip_factor_element(float norm, float inv_scale, float max_norm) {
+  const float reciprocal = 1.0f / (norm + 1e-6f);
+  const float coefficient = reciprocal * max_norm;
+  return inv_scale * (coefficient > 1.0f ? 1.0f : coefficient);
+}
+
+// Counts of the steps that the device skips, for the host to read later. In fp32, exact up to 2^24 skips.
+//
+//   skipped += found_inf,  in_a_row = found_inf ? in_a_row + 1 : 0         of the step, with its first loss
+//   overflowed += the loss's own flag,  value = *scale                     of each loss of the step
+//
+// One element each. Nothing is counted of the step where `skipped` is null, nothing at all where `overflowed` is.
+struct SkipCounts {
+  float *skipped = nullptr, *in_a_row = nullptr, *overflowed = nullptr, *value = nullptr;
+  const float* scale = nullptr;
+};
+
+AMPCTX_FN void count_skip_element(const SkipCounts& to, bool step_is_skipped, bool loss_overflowed) {
+  if (!to.overflowed) return;
+  if (to.skipped) {
+    *to.skipped += step_is_skipped ? 1.0f : 0.0f;
+    *to.in_a_row = step_is_skipped ? *to.in_a_row + 1.0f : 0.0f;
+  }
+  *to.overflowed += loss_overflowed ? 1.0f : 0.0f;
+  *to.value = *to.scale;
 }
 
 }  // namespace ampctx

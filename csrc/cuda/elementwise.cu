@@ -1,13 +1,51 @@
-// sqrt(sum((x * inv_scale)^2)) on CUDA, of all tensors and of each. Read by gradient clipping and by layer-wise
-// optimizers.
-//
-// Each block leaves the sum of its share; the block that ends last adds them in fp64, in a fixed order. Where norms of
-// tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last piece of a tensor joins them.
+// The ops that are no optimizers, on CUDA: functors/elementwise.h and functors/loss_scale.h.
 #include "norms.cuh"
 #include "tickets.cuh"
 
 namespace ampctx::cuda {
 namespace {
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor factor,
+                 unsigned* tickets, ScaleUpdate update) {
+  const float scale = factor.get();
+  bool finite = true;
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        finite = finite && is_finite(value[0][k]);
+        value[1][k] = scale_element(value[0][k], scale);
+      }
+    });
+  });
+  if (!finite) *found_inf.word = found_inf.raised;
+  if (!update.state.scale || !is_last_block(tickets)) return;
+  if (threadIdx.x == 0) apply(update);
+}
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor a, KernelFactor b,
+                 int arg_to_check) {
+  const float by_x = a.get(), by_y = b.get();
+  bool finite = true;
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
+        value[2][k] = axpby_element(value[0][k], value[1][k], by_x, by_y);
+      }
+    });
+  });
+  if (!finite) *found_inf.word = found_inf.raised;
+}
+
+// Norms, of all tensors and of each. Each block leaves the sum of its share; the block that ends last adds them in
+// fp64, in a fixed order. Where norms of tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last
+// piece of a tensor joins them.
 
 // What the launches of a call are given besides tables.
 struct L2NormTargets {
@@ -23,19 +61,6 @@ struct L2NormTargets {
         norm(static_cast<float*>(outputs.norm)),
         again(static_cast<float*>(outputs.again)),
         tickets(tickets_for(context)) {}
-};
-
-struct L2NormFunctor {
-  float inv_scale;
-  float sum[1] = {};
-  bool finite = true;
-
-  template <int n>
-  __device__ void operator()(float (&value)[1][n], const Places&) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) finite = finite && is_finite(value[0][k]);
-    sum[0] += L2Norm::of(value[0], inv_scale);
-  }
 };
 
 // Called by a warp of each block that has left a piece of the tensor: the norm of the tensor, where it is in more than
@@ -76,16 +101,21 @@ __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
 // the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
 template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
-    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
-                  L2NormTargets to, KernelUpdate update) {
-  L2NormFunctor functor{inv_scale.get()};
+    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
+                  L2NormTargets to, ScaleUpdate update) {
+  const float inv_scale = factor.get();
   float sum = 0;
+  bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.sum[0] = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
-    sum += functor.sum[0];
+    float of_segment[1] = {};
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) finite = finite && is_finite(value[0][k]);
+      of_segment[0] += L2Norm::of(value[0], inv_scale);
+    });
+    sum += of_segment[0];
     if constexpr (per_tensor) {
-      leave_piece<L2Norm>(table, share, tensor, functor.sum, to.pieces);
+      leave_piece<L2Norm>(table, share, tensor, of_segment, to.pieces);
       const bool is_whole = begin == 0 && size == table.offset[tensor + 1] - table.offset[tensor];
       if (is_whole && threadIdx.x == 0) {
         *static_cast<float*>(tensor_data(table, 1, tensor)) = L2Norm::finish(to.pieces[int64_t{blockIdx.x} + tensor]);
@@ -93,12 +123,12 @@ __global__ void __launch_bounds__(kThreads)
     }
   });
   if (per_tensor && threadIdx.x < kWarp) finish_tensors(table, share, to);
-  if (!functor.finite) *found_inf.word = found_inf.raised;
+  if (!finite) *found_inf.word = found_inf.raised;
   sum = join_block<L2Norm>(sum);
   if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
   if (!is_last_block(to.tickets)) return;
   join_all(to, to.blocks + gridDim.x);
-  if (threadIdx.x == 0) update.apply(found_inf);
+  if (threadIdx.x == 0 && update.state.scale) apply(update);
 }
 
 // The launches for the tables of a call use the same pieces and tickets, one after the other. Each joins the blocks so
@@ -111,12 +141,42 @@ void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf fo
     constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
     left -= table.count;
     const Split grid = launch_over<kernel>(context, table, found_inf, KernelFactor(inv_scale), to,
-                                           left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+                                           left == 0 && update ? *update : ScaleUpdate{});
     to.blocks += grid.blocks;
   });
 }
 
+__global__ void update_scale_kernel(ScaleState state, ScaleRule rule) { apply({state, rule}); }
+
+__global__ void block_factors_kernel(const float* scale, BlockFactors to) {
+  block_factors_element(scale, to.scale, to.inverse, to.found_inf);
+}
+
+__global__ void count_skip_kernel(SkipCounts counts, FoundInf of_step, FoundInf of_loss) {
+  count_skip_element(counts, of_step.is_set(), of_loss.is_set());
+}
+
 }  // namespace
+
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, const ClippedFactor& factor,
+           const ScaleUpdate* update) {
+  if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
+  unsigned* const tickets = update ? tickets_for(context) : nullptr;
+  int64_t left = lists.size();
+  for_each_table<2>(context, lists, [&](const auto& table) {
+    constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
+    left -= table.count;
+    launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
+                        left == 0 && update ? *update : ScaleUpdate{});
+  });
+}
+
+void axpby(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
+  for_each_table<3>(context, lists, [&](const auto& table) {
+    constexpr auto kernel = &axpby_kernel<std::decay_t<decltype(table)>>;
+    launch_over<kernel>(context, table, found_inf, KernelFactor(a), KernelFactor(b), arg_to_check);
+  });
+}
 
 int64_t norms_workspace(const TensorLists& lists, int count) {
   const int64_t launches = lists.size() / SmallTable<2>::kCapacity + 1;
@@ -144,6 +204,22 @@ void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf
   with_norms.depth = 2;
   for (const int64_t index : lists.index) with_norms.pointer[1].push_back(per_tensor + index);
   launch_l2norm<true>(context, with_norms, found_inf, inv_scale, to, update);
+}
+
+void update_scale(const Context& context, const ScaleState& state, const ScaleRule& rule) {
+  constexpr auto kernel = &update_scale_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, state, rule);
+}
+
+void block_factors(const Context& context, const float* scale, const BlockFactors& to) {
+  constexpr auto kernel = &block_factors_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, scale, to);
+}
+
+// For steps that other libraries take and for further losses of a step: a step of ours counts itself.
+void count_skip(const Context& context, const SkipCounts& counts, FoundInf of_step, FoundInf of_loss) {
+  constexpr auto kernel = &count_skip_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, counts, of_step, of_loss);
 }
 
 }  // namespace ampctx::cuda

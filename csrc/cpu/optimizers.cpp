@@ -1,0 +1,368 @@
+// The optimizers on the CPU: functors/<op>.h. A step over the blocks of tensor lists advances step counts, loads
+// weights from params and extras, runs the optimizer's loop, and stores weights into params and extras.
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "multi_tensor_apply.h"
+
+namespace ampctx::cpu {
+namespace {
+
+template <class T>
+const OptimizerLoops::Of<T>& optimizer_loops(const Simd& simd) {
+  return std::get<const OptimizerLoops::Of<T>&>(std::tie(simd.optimizers.f32, simd.optimizers.f64));
+}
+
+// Advances the step counts and fills the workspace, one entry per non-empty tensor.
+template <class T>
+TensorScalars<T>* advance_steps(const StepCall& call) {
+  TensorScalars<T>* scalars = static_cast<TensorScalars<T>*>(call.workspace);
+  int64_t number = 0;
+  double known = std::numeric_limits<double>::quiet_NaN();  // the count of `last`: powers are slow, most counts agree
+  TensorScalars<T> last{};
+  for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
+    const double t = next_step(*call.steps[i]);
+    *call.steps[i] = static_cast<float>(t);
+    if (number == call.lists.size() || call.lists.index[number] != i) continue;
+    if (t != known) last = tensor_scalars<T>(call.rule, t, number);
+    known = t;
+    scalars[number] = last;
+    scalars[number].key = random_key(call.rule.seed, to_int64(t), call.numbers ? call.numbers[number] : number);
+    ++number;
+  }
+  return scalars;
+}
+
+// Loads and stores the lists of a step, block by block.
+template <class T>
+class StepAccess {
+ public:
+  struct Buffers {
+    typename BlockAccess<T>::Buffer list[kMaxLists];
+  };
+
+  StepAccess(const StepCall& call, const TensorScalars<T>* scalars)
+      : call_(call),
+        scalars_(scalars),
+        weights_(optimizer_loops<T>(cpu::simd()).weights),
+        unscale_(arithmetic<T>(cpu::simd()).scale),
+        access_(call.lists, cpu::simd()) {
+    rounds_states_ = call.stochastic_state;
+    for (int state = 0; state < call.states(); ++state) rounds_states_ |= is_code(call.lists.dtype[2 + state]);
+  }
+
+  // The block without its gradients.
+  StepBlock<T> open(const Block& block, Buffers& buffers) const {
+    StepBlock<T> at{};
+    at.n = block.size;
+    at.lr = static_cast<T>(call_.lr.value);
+    const T inv_scale = static_cast<T>(call_.inv_scale.value);
+    at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
+    at.tensor = scalars_[block.tensor];
+    at.weight = access_.update(1, block, buffers.list[1]);
+    read_states(at, block, buffers);
+    const int extra = call_.lists.depth - 1;
+    if (reads_extras(call_.write_back)) {
+      at.extra = access_.update(extra, block, buffers.list[extra]);
+      weights_.load(call_.write_back, at.weight, at.extra, block.size);
+    } else if (has_extras(call_.write_back)) {
+      at.extra = access_.target(extra, block, buffers.list[extra]);
+    }
+    return at;
+  }
+
+  // Reads the gradients. An unscaling op also unscales and stores them.
+  void read_gradients(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
+    if (!call_.unscales) {
+      at.grad = access_.read(0, block, buffers.list[0]);
+      return;
+    }
+    T* const grad = access_.update(0, block, buffers.list[0]);
+    unscale_(grad, grad, block.size, static_cast<T>(call_.inv_scale.value));
+    access_.write(0, block, buffers.list[0]);
+    at.grad = grad;
+    at.grad_scale = call_.maximize ? -1 : 1;
+  }
+
+  void read_states(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
+    for (int state = 0; state < call_.states(); ++state) {
+      const int list = 2 + state;
+      if (is_code(call_.lists.dtype[list])) {
+        at.state[state] = buffers.list[list].data;
+        read_codes(state, block, at.state[state]);
+      } else {
+        at.state[state] = access_.update(list, block, buffers.list[list]);
+      }
+    }
+  }
+
+  void write_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if (rounds_states_) return round_states(at, block, buffers);
+    for (int state = 0; state < call_.states(); ++state) access_.write(2 + state, block, buffers.list[2 + state]);
+  }
+
+  void write_weights(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if (call_.write_back != WriteBack::nearest) {
+      const RandomKey key = key_at(at.tensor.key, block.begin);
+      weights_.store(call_.write_back, call_.lists.dtype[1], at.weight, at.extra, block.size, key);
+    }
+    access_.write(1, block, buffers.list[1]);
+    const int extra = call_.lists.depth - 1;
+    if (has_extras(call_.write_back)) access_.write(extra, block, buffers.list[extra]);
+  }
+
+  void* memory(int list, const Block& block) const { return access_.memory(list, block); }
+
+ private:
+  float* scales(int state, const Block& block) const {
+    if (!is_code(call_.lists.dtype[2 + state])) return nullptr;
+    return static_cast<float*>(call_.scales[state][block.tensor]) + block.begin / kCodeBlock;
+  }
+
+  // Codes go with fp32 alone, and so do random bits of states.
+  void read_codes(int state, const Block& block, T* values) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const DType type = call_.lists.dtype[2 + state];
+      simd().optimizers.decode(type, memory(2 + state, block), scales(state, block), values, block.size);
+    }
+  }
+
+  void round_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const OptimizerLoops& loops = simd().optimizers;
+      uint32_t random[kBlock];
+      if (call_.stochastic_state) loops.draw(key_at(at.tensor.key, block.begin), random, block.size);
+      for (int state = 0; state < call_.states(); ++state) {
+        const int list = 2 + state;
+        const DType type = call_.lists.dtype[list];
+        if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
+          loops.round({type, state, call_.stochastic_state ? random : nullptr}, at.state[state], memory(list, block),
+                      scales(state, block), block.size);
+        } else {
+          access_.write(list, block, buffers.list[list]);
+        }
+      }
+    }
+  }
+
+  const StepCall& call_;
+  const TensorScalars<T>* scalars_;
+  const Weights<T>& weights_;
+  const decltype(Arithmetic<T>::scale) unscale_;
+  const BlockAccess<T> access_;
+  bool rounds_states_;  // otherwise than by a conversion of each element
+};
+
+// The loop over memory that converts gradients and copies, or null. Gradients that were unscaled are fp32.
+template <class Optimizer>
+MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
+  const TensorLists& lists = call.lists;
+  for (int list = 1; list < 2 + call.states(); ++list) {
+    if (lists.dtype[list] != DType::f32) return nullptr;
+  }
+  const bool copies = call.write_back == WriteBack::copy;
+  if (!copies && call.write_back != WriteBack::nearest) return nullptr;
+  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
+  if (copies && copy == DType::f32) return nullptr;
+  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];
+  return loops.mixed[static_cast<int>(grad)][static_cast<int>(copy)];
+}
+
+// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp.
+template <class T, class Optimizer>
+void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
+            const StepLoopsOf<T, Optimizer>& loops) {
+  const StepAccess<T> access(call, scalars);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
+      const auto step_block = [&](const Block& block) {
+        typename StepAccess<T>::Buffers buffers;
+        StepBlock<T> at = access.open(block, buffers);
+        const void* grad = access.memory(0, block);
+        if (call.unscales) {
+          access.read_gradients(at, block, buffers);
+          grad = at.grad;
+        }
+        mixed(at, grad, access.memory(call.lists.depth - 1, block), optimizer);
+      };
+      const bool has_buffers = call.unscales && call.lists.dtype[0] != DType::f32;
+      return for_each_block(context, call.lists, step_block, has_buffers ? 1 : kAtOnce);
+    }
+  }
+  for_each_block(context, call.lists, [&](const Block& block) {
+    typename StepAccess<T>::Buffers buffers;
+    StepBlock<T> at = access.open(block, buffers);
+    access.read_gradients(at, block, buffers);
+    loops.plain(at, optimizer);
+    access.write_states(at, block, buffers);
+    access.write_weights(at, block, buffers);
+  });
+}
+
+// The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the
+// second walk recomputes u from the stored m and v, and takes the step. Without a trust ratio one walk does both.
+template <class T>
+void lamb_as(const Context& context, const StepCall& call, const LambOptions& options) {
+  struct Buffers : StepAccess<T>::Buffers {
+    typename BlockAccess<T>::Buffer u;
+  };
+  Lamb<T> lamb(options);
+  lamb.clip = lamb_clip(lamb, static_cast<T>(call.factors[0].value));
+  const StepAccess<T> access(call, advance_steps<T>(call));
+  const LayerLoops<T>& loops = optimizer_loops<T>(simd()).layers;
+  const T lr = static_cast<T>(call.lr.value);
+  // The block with updated m and v, as stored, and the old weight.
+  const auto move_moments = [&](const Block& block, Buffers& buffers) {
+    StepBlock<T> at = access.open(block, buffers);
+    access.read_gradients(at, block, buffers);
+    loops.lamb_moments(at, lamb);
+    access.write_states(at, block, buffers);
+    access.read_states(at, block, buffers);
+    return at;
+  };
+  const auto descend = [&](const StepBlock<T>& at, const Block& block, Buffers& buffers, T rate) {
+    loops.lamb_direction(at, lamb, buffers.u.data);
+    loops.descend(at.weight, buffers.u.data, block.size, rate);
+    access.write_weights(at, block, buffers);
+  };
+  if (!has_ratio(options)) {
+    return for_each_block(context, call.lists, [&](const Block& block) {
+      Buffers buffers;
+      descend(move_moments(block, buffers), block, buffers, lr);
+    });
+  }
+  const auto norm = arithmetic<T>(simd()).l2norm;
+  double* const partial = static_cast<double*>(call.norms);
+  for_each_block(context, call.lists, [&](const Block& block) {
+    Buffers buffers;
+    const StepBlock<T> at = move_moments(block, buffers);
+    loops.lamb_direction(at, lamb, buffers.u.data);
+    double* const sums = partial + 2 * block.number;
+    norm(at.weight, block.size, 1, &sums[0]);
+    norm(buffers.u.data, block.size, 1, &sums[1]);
+  });
+  std::vector<T> rate(call.lists.numel.size());
+  for_each_total<2>(call.lists, partial, [&](int64_t tensor, const double (&sum)[2]) {
+    rate[tensor] = lamb_rate(lr, static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1])));
+  });
+  for_each_block(context, call.lists, [&](const Block& block) {
+    Buffers buffers;
+    descend(access.open(block, buffers), block, buffers, rate[block.tensor]);
+  });
+}
+
+// A walk for the norms, then one that rewrites the gradients.
+template <class T>
+void larc_as(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+  const BlockAccess<T> access(call.lists, simd());
+  const auto norm = arithmetic<T>(simd()).l2norm;
+  const auto loop = optimizer_loops<T>(simd()).layers.larc;
+  const T inv_scale = static_cast<T>(call.inv_scale.value), lr = static_cast<T>(call.lr.value);
+  double* const partial = static_cast<double*>(call.norms);
+  for_each_block(context, call.lists, [&](const Block& block) {
+    typename BlockAccess<T>::Buffer buffer;
+    double* const sums = partial + 2 * block.number;
+    norm(access.read(0, block, buffer), block.size, inv_scale, &sums[0]);
+    norm(access.read(1, block, buffer), block.size, 1, &sums[1]);
+  });
+  const Larc<T> larc(options);
+  std::vector<LarcRate<T>> rates;
+  rates.reserve(call.lists.numel.size());
+  for_each_total<2>(call.lists, partial, [&](int64_t, const double (&sum)[2]) {
+    rates.push_back(larc_rate(larc, lr, static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1]))));
+  });
+  for_each_block(context, call.lists, [&](const Block& block) {
+    typename BlockAccess<T>::Buffer grads, params;
+    T* const g = access.update(0, block, grads);
+    loop(g, access.read(1, block, params), block.size, inv_scale, rates[block.tensor]);
+    access.write(0, block, grads);
+  });
+}
+
+// The norms of the unscaled gradients, one per non-empty tensor.
+template <class T>
+std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool inf_norm) {
+  const BlockAccess<T> access(call.lists, simd());
+  const Arithmetic<T>& loops = arithmetic<T>(simd());
+  const T inv_scale = static_cast<T>(call.inv_scale.value);
+  double* const partial = static_cast<double*>(call.norms);
+  for_each_block(context, call.lists, [&](const Block& block) {
+    typename BlockAccess<T>::Buffer buffer;
+    const T* const g = access.read(0, block, buffer);
+    if (inf_norm) {
+      loops.max_norm(g, block.size, inv_scale, &partial[block.number]);
+    } else {
+      loops.l2norm(g, block.size, inv_scale, &partial[block.number]);
+    }
+  });
+  std::vector<T> norms;
+  norms.reserve(call.lists.numel.size());
+  const auto keep = [&](int64_t, const double (&total)[1]) {
+    norms.push_back(static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0])));
+  };
+  const auto larger = [](double a, double b) { return maximum(a, b); };
+  inf_norm ? for_each_total<1>(call.lists, partial, keep, larger) : for_each_total<1>(call.lists, partial, keep);
+  return norms;
+}
+
+template <class T>
+void novograd_as(const Context& context, const StepCall& call, const NovogradOptions& options) {
+  const PerTensor& exp_avg_sqs = call.one_element[0];
+  const NovoGrad<T> novograd(options);
+  TensorScalars<T>* const scalars = advance_steps<T>(call);
+  const std::vector<T> norms = gradient_norms<T>(context, call, options.inf_norm);
+  int64_t number = 0;
+  for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
+    const bool has_elements = number < call.lists.size() && call.lists.index[number] == i;
+    const T norm = has_elements ? norms[number] : 0;
+    const T n = blend_norm(novograd, *call.steps[i] == 1, static_cast<T>(*exp_avg_sqs[i]), norm);
+    *exp_avg_sqs[i] = static_cast<float>(n);
+    if (!has_elements) continue;
+    scalars[number].denominator = denominator(novograd, scalars[number], n);
+    ++number;
+  }
+  update<T, NovoGrad<T>>(context, call, scalars, novograd, optimizer_loops<T>(simd()).steps);
+}
+
+template <class T, class Options, class... Optimizers>
+void step_as(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
+  const StepLoops<T>& loops = optimizer_loops<T>(simd()).steps;
+  const TensorScalars<T>* const scalars = advance_steps<T>(call);
+  ((call.states() == Optimizers::kStates ? update<T, Optimizers>(context, call, scalars, Optimizers(options), loops)
+                                         : void()),
+   ...);
+}
+
+// Calls step(T{}) with the type that the call computes in, unless its found_inf is set.
+template <class Step>
+void take(const OptimizerCall& call, const Step& step) {
+  if (call.found_inf.is_set()) return;
+  call.lists.computes_in_f64() ? step(double{}) : step(float{});
+}
+
+}  // namespace
+
+void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
+  take(call, [&](auto zero) { lamb_as<decltype(zero)>(context, call, options); });
+}
+
+void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+  take(call, [&](auto zero) { larc_as<decltype(zero)>(context, call, options); });
+}
+
+void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
+  take(call, [&](auto zero) { novograd_as<decltype(zero)>(context, call, options); });
+}
+
+#define AMPCTX_STEP(op, Options, unused)                                          \
+  void op(const Context& context, const StepCall& call, const Options& options) { \
+    take(call, [&](auto zero) {                                                   \
+      using T = decltype(zero);                                                   \
+      step_as<T>(context, call, options, decltype(functors_of<T>(options)){});    \
+    });                                                                           \
+  }
+AMPCTX_ELEMENTWISE_OPS(AMPCTX_STEP, )
+#undef AMPCTX_STEP
+
+}  // namespace ampctx::cpu

@@ -1,0 +1,163 @@
+// LARC and NovoGrad on CUDA: functors/larc.h and functors/novograd.h; and what steps do for tensors without elements.
+#include "norms.cuh"
+#include "optimizer_apply.cuh"
+
+namespace ampctx::cuda {
+namespace {
+
+// LARC: a walk for the norms, then one that rewrites the gradients.
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads) larc_norms_kernel(const __grid_constant__ Table table, int64_t share,
+                                                              FoundInf found_inf, KernelFactor factor, float* partial) {
+  if (found_inf.is_set()) return;
+  const float inv_scale = factor.get();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    float sum[2] = {};  // of gradient and weight
+    for_each_element<2, 0>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+      sum[0] += L2Norm::of(value[0], inv_scale);
+      sum[1] += L2Norm::of(value[1], 1.0f);
+    });
+    leave_piece<L2Norm>(table, share, tensor, sum, partial);
+  });
+}
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
+                KernelFactor lr, Larc<float> larc, const float* norms) {
+  if (found_inf.is_set()) return;
+  const float inv_scale = factor.get();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    const auto rate = larc_rate(larc, lr.get(), norms[int64_t{2} * tensor], norms[int64_t{2} * tensor + 1]);
+    for_each_element<2, one_of_lists(0)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int k = 0; k < kCount<decltype(value)>; ++k) {
+        value[0][k] = larc_element(rate, value[0][k] * inv_scale, value[1][k]);
+      }
+    });
+  });
+}
+
+// NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
+
+template <class Norm, class Table>
+__global__ void __launch_bounds__(kThreads)
+    gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
+                         KernelClippedFactor factor, float* partial) {
+  if (found_inf.is_set()) return;
+  const float inv_scale = factor.get();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    float norm[1] = {};
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
+    });
+    leave_piece<Norm>(table, share, tensor, norm, partial);
+  });
+}
+
+// Makes the norms of the unscaled gradients that have elements.
+template <class Norm>
+void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
+  float* norms = workspace.norms;
+  for_each_table<1>(context, call.lists, [&](const auto& table) {
+    constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
+    const Split grid =
+        launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), workspace.partial);
+    launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
+    norms += table.count;
+  });
+}
+
+// What becomes of exp_avg_sqs, list 1, at the step counts of list 0, which are not advanced yet. Offsets count the
+// tensors that have elements, from `first` on.
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    blend_norms_kernel(const __grid_constant__ Table table, FoundInf found_inf, NovoGrad<float> novograd,
+                       TensorRule rule, int64_t first, const float* norms, float* denominators) {
+  const int tensor = blockIdx.x * kThreads + threadIdx.x;
+  if (tensor >= table.count || found_inf.is_set()) return;
+  const int64_t number = first + table.offset[tensor];
+  const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];
+  const double t = next_step(*static_cast<const float*>(tensor_data(table, 0, tensor)));
+  const TensorScalars<float> scalars = tensor_scalars<float>(rule, t, number);
+  float* const n = static_cast<float*>(tensor_data(table, 1, tensor));
+  *n = blend_norm(novograd, static_cast<float>(t) == 1, *n, has_elements ? norms[number] : 0.0f);
+  if (has_elements) denominators[number] = denominator(novograd, scalars, *n);
+}
+
+// The step counts of tensors without elements: no walk meets these. One thread per tensor.
+
+// The table's one list is the step counts.
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    advance_empty_steps_kernel(const __grid_constant__ Table table, FoundInf found_inf) {
+  const int tensor = blockIdx.x * kThreads + threadIdx.x;
+  if (tensor >= table.count || found_inf.is_set()) return;
+  float* const step = static_cast<float*>(tensor_data(table, 0, tensor));
+  *step = static_cast<float>(next_step(*step));
+}
+
+}  // namespace
+
+void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+  const NormsWorkspace workspace(call, 2);
+  for_each_table<2>(context, call.lists, [&](const auto& table) {
+    using Table = std::decay_t<decltype(table)>;
+    constexpr auto norms_kernel = &larc_norms_kernel<Table>;
+    constexpr auto kernel = &larc_kernel<Table>;
+    const Split grid =
+        launch_over<norms_kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), workspace.partial);
+    launch_layer_norms<L2Norm, 2>(context, table, grid.share, call.found_inf, workspace.partial, workspace.norms);
+    launch_over<kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), KernelFactor(call.lr),
+                        Larc<float>(options), workspace.norms);
+  });
+}
+
+void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
+  const NovoGrad<float> optimizer(options);
+  const NormsWorkspace workspace(call, norms_for(options));
+  options.inf_norm ? gradient_norms<MaxNorm>(context, call, workspace)
+                   : gradient_norms<L2Norm>(context, call, workspace);
+  float *const norms = workspace.norms, *const denominators = norms + call.lists.size();
+  TensorLists alone;
+  alone.depth = 2;
+  alone.pointer[0].assign(call.steps.begin(), call.steps.end());
+  alone.pointer[1].assign(call.one_element[0].begin(), call.one_element[0].end());
+  alone.numel.assign(call.steps.size(), 0);
+  for (const int64_t index : call.lists.index) alone.numel[index] = 1;
+  int64_t first = 0;
+  for_each_table<2>(context, alone, [&](const auto& table) {
+    constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
+    const int blocks = (table.count + kThreads - 1) / kThreads;
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first, norms,
+                  denominators);
+    first += table.elements();
+  });
+  update<NovogradOptions>(context, call, optimizer, denominators);
+}
+
+void advance_empty_steps(const Context& context, const StepCall& call) {
+  if (call.lists.size() == 0 && call.skips.overflowed)
+    count_skip(context, call.skips, call.found_inf, call.found_inf);  // as no step kernel does
+  if (call.lists.size() == call.lists.total_tensors) return;
+  TensorLists empty;
+  empty.depth = 1;
+  size_t number = 0;
+  for (size_t i = 0; i < call.steps.size(); ++i) {
+    const bool has_elements = number < call.lists.index.size() && call.lists.index[number] == static_cast<int64_t>(i);
+    if (has_elements) {
+      ++number;
+    } else {
+      empty.pointer[0].push_back(call.steps[i]);
+    }
+  }
+  empty.numel.assign(empty.pointer[0].size(), 1);
+  for_each_table<1>(context, empty, [&](const auto& table) {
+    constexpr auto kernel = &advance_empty_steps_kernel<std::decay_t<decltype(table)>>;
+    const int blocks = (table.count + kThreads - 1) / kThreads;
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf);
+  });
+}
+
+}  // namespace ampctx::cuda
