@@ -10,6 +10,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "arguments.h"
 
@@ -516,6 +517,8 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
 inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);
   if (count < 0) return nullptr;
+  std::optional<PlainGetters> guard;
+  if (count > 16) guard.emplace();  // for a few it costs more than it saves
   for (Py_ssize_t i = 0; i < count; ++i) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from ampctx.kernels import ops, tensor_loops
@@ -11,7 +12,7 @@ from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
 from ampctx.optimizers._state_types import forms_of
-from ampctx.optimizers._work import Scaling, Work, settings_of, writes_all
+from ampctx.optimizers._work import Scaling, Work, defaults_of, settings_of, writes_all
 from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
 
@@ -62,8 +63,10 @@ class StepPlan:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
-        # Whether ops are given the norm of all gradients.
-        self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
+        specs = [SPECS[optimizer._op_of(work.group)] for work in works]
+        self._takers = [itemgetter("skips", *spec.values) for spec in specs]
+        self._defaults = [defaults_of(work) for work in works]
+        self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
         self._settings = settings_of(optimizer)
         self._writes_all = writes_all(works, scaling)
         self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
@@ -90,10 +93,10 @@ class StepPlan:
                 return False
         norm, has_run = self._norm(optimizer, scaling, grads) if self._has_norm else None, False
         try:
-            with ops.noted(make=False) as calls:
-                for work in self._works:
-                    optimizer._launch(work, scaling, norm)
-            given = [(call.lists[-1], *call.others) for call in calls]
+            given = [
+                take({**defaults, **optimizer._arguments(work, scaling, norm)})
+                for work, take, defaults in zip(self._works, self._takers, self._defaults, strict=True)
+            ]
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
             if not has_run and scaling.skips is not None:
