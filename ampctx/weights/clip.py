@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
 import torch
@@ -57,7 +57,7 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if not all(issubclass(kind, Tensor) for kind in set(map(type, found))):
         i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
         raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
-    if not found and isinstance(parameters, Generator):
+    if not found and isinstance(parameters, Iterator):
         warnings.warn(
             "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
             "one, or a list.",
@@ -192,8 +192,8 @@ def _clip(
 def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
     """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
     grads = list(map(stored_grad, params))
-    if not all_there(grads) or 0 in map(Tensor.numel, grads):
-        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None and grad.numel()]
+    if not all_there(grads):
+        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         grads = list(map(stored_grad, params))
     if set(map(dtype_of, grads)) != {torch.float32}:
         return None

@@ -115,6 +115,7 @@ class Pending:
         norm_again: Tensor | None = None,
     ) -> None:
         self.masters, self.place, self.values, self.inv_scale = masters, place, values, inv_scale
+        self.ids = list(map(id, masters))
         # The norm before clipping, once they are clipped.
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
@@ -140,10 +141,6 @@ class Pending:
     def grads(self) -> dict[Tensor, Tensor]:
         """The gradients by master."""
         return dict(zip(self.masters, self.values, strict=True))
-
-    @cached_property
-    def ids(self) -> list[int]:
-        return list(map(id, self.masters))
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -196,7 +193,7 @@ class Pending:
     def drop(self) -> None:
         """Forgets the gradients. The norms stay, to name the non-finite ones."""
         self.place.pending = None
-        self.values = []
+        self.masters, self.values = [], []
         self.__dict__.pop("grads", None)
 
 
