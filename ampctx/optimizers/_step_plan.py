@@ -9,6 +9,7 @@ from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
+from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
 from ampctx.optimizers._state_types import forms_of
@@ -18,14 +19,16 @@ from ampctx.weights.store import EXTRAS
 
 
 def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: Scaling) -> StepPlan | None:
-    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: parts or
-    copies of gradients, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
+    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: copies of
+    gradients, sums of ranks still to be made, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
     if len(calls) != len(works) or not all(work.is_plain for work in works):
+        return None
+    if may_arrive_as_sums(p for group in optimizer.param_groups for p in group["params"]):
         return None
     grads_of = {} if scaling.pending is None else scaling.pending.grads
     for work in works:
-        own = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
-        if not tensor_loops.same_items(own, work.lists["grads"]):
+        own: list[Any] = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
+        if not tensor_loops.same_items(local(own), work.lists["grads"]):
             return None
     planned = [_planned(optimizer, work, call) for work, call in zip(works, calls, strict=True)]
     stepped = {id(p) for work in works for p in work.members}
@@ -41,16 +44,19 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
     keys = {**{name: key for name, key in forms.sized.items() if key is not None}, **forms.along}
     if (destination := work.kind[0]) in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
+    entries = [optimizer.state[p] for p in work.members]
+    # A DTensor in place of its part.
+    whole = {id(part): p for part, p in zip(local(work.members), work.members, strict=True)} if work.sharded else {}
     columns: list[Column] = []
     for name, tensors in zip(spec.lists, call.lists, strict=True):
         if name == "skips":
             columns.append(None)
         elif name == "grads":
-            columns.append((list(work.members), list(tensors)))
+            columns.append((list(work.members), list(map(stored_grad, work.members)) if whole else list(tensors)))
         elif name in keys and len(tensors):
-            columns.append(([optimizer.state[p] for p in work.members], keys[name], list(tensors)))
+            columns.append((entries, keys[name], [entry[keys[name]] for entry in entries]))
         else:
-            columns.append(list(tensors))
+            columns.append([whole[id(t)] for t in tensors] if whole else list(tensors))
     writes = ("params", "extras", *(["grads"] if call.op == spec.unscaling_op else []))
     written = tuple(i for i, name in enumerate(spec.lists) if name in writes and call.lists[i])
     return PlannedCall(call.op, columns, written)
@@ -126,7 +132,7 @@ class StepPlan:
     def _norm(self, optimizer: Any, scaling: Scaling, grads: list[Any] | None) -> PerDevice | None:
         given = grads or [None] * len(self._works)
         now = [
-            list(map(stored_grad, work.members)) if own is None else own
+            local(list(map(stored_grad, work.members))) if own is None else own
             for work, own in zip(self._works, given, strict=True)
         ]
         if any(grad is None for own in now for grad in own):

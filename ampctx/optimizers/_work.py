@@ -139,8 +139,8 @@ class Work(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
-        return self.fused and not self.sharded and not self.relaid
+        """Whether the op reads and writes the program's own tensors, or parts of them, and no copies."""
+        return self.fused and not self.relaid
 
     def parts(self, kinds: Sequence[Any], most: int) -> list[Work]:
         """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more."""
