@@ -289,14 +289,15 @@ def _joined_over_ranks(
     op, call, has = torch.distributed.ReduceOp, "clip_grad_norm_", "the norm of its part"
     if order == math.inf:
         return grid.reduce(norm, op.MAX, call, has).to(dtype)
-    flags = waiting.over(grid.groups)
-    powers = [(norm**order).reshape(1), *(move(flag.sent(), device) for flag in flags)]
-    joined = torch.cat(powers) if flags else powers[0]
-    grid.reduce(joined, op.SUM, call, f"a found_inf flag and {has}" if flags else has)
-    total, *received = joined.split([len(part) for part in powers])
+    power = norm**order
+    if not (flags := waiting.over(grid.groups)):
+        return (grid.reduce(power, op.SUM, call, has) ** (1 / order)).to(dtype)
+    sent = [power.reshape(1), *(move(flag.sent(), device) for flag in flags)]
+    joined = grid.reduce(torch.cat(sent), op.SUM, call, f"a found_inf flag and {has}")
+    (power,), *received = joined.split([len(part) for part in sent])
     for flag, part in zip(flags, received, strict=True):
         flag.receive(part, call)
-    return (total[0] ** (1 / order)).to(dtype)
+    return (power ** (1 / order)).to(dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
