@@ -357,7 +357,6 @@ class MasterParams:
             foreach.scale(masters, params, Unread(), 1.0)
         self.agree()
 
-    @without_grad
     def round_again(self) -> None:
         """``resync`` before a forward, which may be one of an evaluation. No host sync."""
         if self.pairs and (self.ahead or (marks(self.params_with_master), marks(self.masters)) != self._agreed):
