@@ -65,9 +65,11 @@ def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("make", ["SGD-plain", "FusedSGD"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameters_without_a_gradient(session, level):
-    model, optimizer = probe(session, level, loss_scale="dynamic")
+def test_parameters_without_a_gradient(session, level, loss_scale, make):
+    model, optimizer = probe(session, level, make=make, loss_scale=loss_scale)
     for used in (model.weight, model.norm.weight):
         backward(session, used.float().sum(), optimizer)
     for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from l0 import casts
+from apex import amp
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -14,9 +14,11 @@ BOUND = {torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["O1", "O4"])
 def low(request):
-    """Casts are on; the 16-bit type that they cast to."""
-    with casts(request.param):
-        yield request.param
+    """Casts are on, without an ``initialize``; the 16-bit type that they cast to."""
+    handle = amp.init(patch_type=request.param)
+    yield request.param
+    handle._deactivate()
+    assert not handle.is_active()
 
 
 def values(*shape, seed=0):
