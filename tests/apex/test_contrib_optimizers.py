@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from apex.contrib.optimizers import FusedAdam, FusedSGD
+from kit import assert_same
 from torch import nn
 
 import ampctx
@@ -25,10 +26,6 @@ def grads_of(step, dtype=torch.float16, factor=1.0):
 
 def values(params):
     return [p.detach().clone() for p in params]
-
-
-def assert_same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def stepped(optimizer, params, steps=3, factor=1.0):

@@ -1,7 +1,6 @@
 """FP16_Optimizer of apex.fp16_utils and of apex.contrib.optimizers: one implementation, two faces."""
 
 import copy
-import io
 import logging
 import math
 import pickle
@@ -12,6 +11,7 @@ import torch
 from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from apex.fp16_utils import FP16_Optimizer
+from kit import assert_same, through_a_file
 from torch import nn
 
 import ampctx
@@ -51,10 +51,6 @@ def tensors_of(value):
 
 def grads_of(optimizer):
     return [p.grad for group in optimizer.param_groups for p in group["params"]]
-
-
-def assert_same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # --- masters ----------------------------------------------------------------------------------------------------------
@@ -209,17 +205,27 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
-def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
+@pytest.mark.parametrize(
+    ("face", "arguments", "after"),
+    [
+        (FP16_Optimizer, DYNAMIC, 2.0**15),
+        (contrib.FP16_Optimizer, DYNAMIC, 2.0**15),
+        (contrib.FP16_Optimizer, {"static_loss_scale": 8.0}, 8.0),
+    ],
+    ids=["fp16_utils", "contrib", "contrib-static"],
+)
+def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, after, bad, caplog):
     model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    optimizer = face(sgd(model.parameters()), **arguments)
     before = tensors_of(model.parameters())
     optimizer.backward(loss_of(model, factor=bad))
-    assert optimizer.overflow is True
-    assert optimizer.clip_master_grads(1.0) == -1
+    if face is FP16_Optimizer:
+        assert optimizer.overflow is True
+        assert optimizer.clip_master_grads(1.0) == -1
     with caplog.at_level(logging.WARNING, logger="ampctx"):
         assert optimizer.step() is None
-    assert caplog.messages[0] == "Gradient overflow.  Skipping step, reducing loss scale to 32768.0"
-    assert optimizer.loss_scale == 2.0**15
+    assert caplog.messages[0] == f"Gradient overflow.  Skipping step, reducing loss scale to {after}"
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, after)
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
     run(model, optimizer, 1)
@@ -361,14 +367,6 @@ def test_state_and_param_groups_are_those_of_the_optimizer():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    # With the defaults, as code of apex's time calls it.
-    return torch.load(file)
-
-
 @pytest.mark.parametrize("arguments", [{"static_loss_scale": 8.0}, DYNAMIC], ids=["static", "dynamic"])
 @each_face
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments):
@@ -396,11 +394,8 @@ def test_the_state_dict_has_apex_keys():
         *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict"),
         "fp32_from_fp16",
     }
-    assert (state["dynamic_loss_scale"], state["overflow"], state["first_closure_call_this_step"]) == (
-        True,
-        False,
-        True,
-    )
+    flags = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")
+    assert [state[name] for name in flags] == [True, False, True]
     assert state["loss_scaler"].loss_scale() == 2.0**16
     assert type(state["loss_scaler"]).__module__ == "apex.amp.scaler"
     assert [[type(m) for m in group] for group in state["fp32_from_fp16"]] == [[torch.Tensor] * 4]
@@ -446,34 +441,54 @@ def test_masters_win_over_the_model_that_was_there():
     assert torch.equal(model[0].weight, torch.full((4, 3), 0.125).half())
 
 
+def of_contrib(model, **arguments):
+    return contrib.FP16_Optimizer(contrib.FusedAdam(model.parameters()), **arguments)
+
+
+def of_fp16_utils(model, **arguments):
+    return FP16_Optimizer(sgd(model.parameters()), **arguments)
+
+
+BAD = {
+    "no-scaler": (lambda s: s.pop("loss_scaler"), 'has no "loss_scaler"'),
+    "no-masters": (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
+    "empty-scaler": (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
+    "zero-scale": (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
+    "few-masters": (
+        lambda s: s["fp32_from_fp16"][0].pop(),
+        r"\[0\] has masters of shapes \[\(4, 3\), \(4,\), \(2, 4\)\]",
+    ),
+    "shapes": (lambda s: s["fp32_from_fp16"][0].reverse(), r"\[0\] has masters of shapes \[\(2,\),"),
+    "optimizer": (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
+}
+BAD_OF_CONTRIB = {
+    "no-scale": (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
+    "no-window": (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
+    "zero": (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
+    "masters": (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
+    "flat": (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"groups_flat'\]\[0\] is flat with 3 elements"),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("loss_scaler"), 'has no "loss_scaler"'),
-        (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
-        (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
-        (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
-        (lambda s: s["fp32_from_fp16"][0].pop(), r"\[0\] has masters of shapes \[\(4, 3\), \(4,\), \(2, 4\)\]"),
-        (
-            lambda s: s["fp32_from_fp16"][0].insert(0, s["fp32_from_fp16"][0].pop()),
-            r"\[0\] has masters of shapes \[\(2,\),",
-        ),
-        (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
-    ],
-    ids=["no-scaler", "no-masters", "empty-scaler", "zero-scale", "few-masters", "shapes", "optimizer"],
+    ("make", "change", "message"),
+    [*((of_fp16_utils, *bad) for bad in BAD.values()), *((of_contrib, *bad) for bad in BAD_OF_CONTRIB.values())],
+    ids=[*BAD, *BAD_OF_CONTRIB],
 )
-def test_a_bad_checkpoint_changes_nothing(change, message):
+def test_a_bad_checkpoint_changes_nothing(make, change, message):
     model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+    optimizer = make(model, **DYNAMIC)
     run(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
-    for master in state["fp32_from_fp16"][0]:
+    for master in state["fp32_from_fp16" if make is of_fp16_utils else "fp32_groups"][0]:
         master.fill_(9.0)
+    if make is of_contrib:
+        state["cur_scale"] = 2.0
     change(state)
     before = tensors_of(optimizer.all_fp32_from_fp16_params)
     with pytest.raises((ampctx.AmpError, ValueError), match=message):
         optimizer.load_state_dict(state)
-    assert optimizer.loss_scale == 8.0
+    assert optimizer.loss_scale == 2.0**16
     assert_same(tensors_of(optimizer.all_fp32_from_fp16_params), before)
 
 
@@ -544,10 +559,6 @@ def test_verbose_logs_what_is_taken(caplog):
 # --- that of apex.contrib.optimizers ----------------------------------------------------------------------------------
 
 
-def of_contrib(model, **arguments):
-    return contrib.FP16_Optimizer(contrib.FusedAdam(model.parameters()), **arguments)
-
-
 def test_its_groups_hold_every_parameter():
     model = make_model()
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
@@ -572,24 +583,6 @@ def test_its_backward_leaves_scaled_gradients_which_step_consumes():
     optimizer.backward(loss_of(model))
     optimizer.zero_grad(set_grads_to_None=False)
     assert torch.equal(model[0].bias.grad, torch.zeros(4).half())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "after"), [(DYNAMIC, 2.0**15), ({"static_loss_scale": 8.0}, 8.0)], ids=["dynamic", "static"]
-)
-@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
-def test_its_overflow_skips_the_step(arguments, after, bad, caplog):
-    model = make_model()
-    optimizer = of_contrib(model, **arguments)
-    before = tensors_of(model.parameters())
-    optimizer.backward(loss_of(model, factor=bad))
-    assert optimizer.step() is None
-    assert (optimizer.overflow, optimizer.cur_iter) == (True, 1)
-    assert optimizer.cur_scale == optimizer.loss_scale == after
-    assert f"Gradient overflow.  Skipping step, reducing loss scale to {after}" in caplog.messages
-    assert_same(tensors_of(model.parameters()), before)
-    run(model, optimizer, steps=1)
-    assert not torch.equal(model[0].weight, before[0])
 
 
 def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
@@ -628,26 +621,6 @@ def test_its_state_dict_has_apex_keys_and_flat_masters_load():
     other = of_contrib(make_model(), **DYNAMIC)
     other.load_state_dict(through_a_file(state))
     assert_same(tensors_of(other.fp32_groups[0]), masters)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
-        (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
-        (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
-        (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
-        (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"fp32_groups_flat'\]\[0\] is flat with 3 elements"),
-    ],
-    ids=["no-scale", "no-window", "zero", "masters", "flat"],
-)
-def test_its_bad_checkpoint_changes_nothing(change, message):
-    optimizer = of_contrib(make_model(), **DYNAMIC)
-    state = {**optimizer.state_dict(), "cur_scale": 2.0}
-    change(state)
-    with pytest.raises(ampctx.AmpError, match=message):
-        optimizer.load_state_dict(state)
-    assert optimizer.cur_scale == 2.0**16
 
 
 @pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads"])

@@ -1,7 +1,5 @@
 """apex.fp16_utils but for FP16_Optimizer."""
 
-import io
-
 import pytest
 import torch
 from apex.fp16_utils import (
@@ -17,6 +15,7 @@ from apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from kit import through_a_file
 from torch import nn
 
 import ampctx
@@ -56,12 +55,8 @@ def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
     network = network_to_half(model)
     assert isinstance(network[0], tofp16)
     assert network[1] is model
-    assert (model.conv.weight.dtype, model.bn.weight.dtype, model.bn.running_mean.dtype) == (
-        torch.float16,
-        torch.float32,
-        torch.float32,
-    )
-    assert model.plain_bn.running_mean.dtype == torch.float16
+    assert model.bn.weight.dtype == model.bn.running_mean.dtype == torch.float32
+    assert model.conv.weight.dtype == model.plain_bn.running_mean.dtype == torch.float16
     assert network(torch.randn(2, 3, 5, 5))[0].dtype == torch.float16
 
 
@@ -319,9 +314,6 @@ def test_arguments_without_sense_are_refused(options, message):
 
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)], ids=["static", "dynamic"])
 def test_scalers_are_saved_and_loaded_with_the_defaults_of_torch_load(scaler):
-    file = io.BytesIO()
-    torch.save(scaler, file)
-    file.seek(0)
-    loaded = torch.load(file)
+    loaded = through_a_file(scaler)
     assert type(loaded) is type(scaler)
     assert vars(loaded) == vars(scaler)

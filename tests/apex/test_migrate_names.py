@@ -46,8 +46,8 @@ MOVED = {
         "from ampctx import clip_grad_norm_ as clip_grad_norm\nclip_grad_norm(p, 1)\n",
     ),
     "guarded, beside names that stay": (
-        "try:\n    from apex import amp\n    from apex.parallel import Reducer\nexcept: Reducer = 0\namp.initialize(m)\n",
-        "try:\n    from ampctx import amp\n    from apex.parallel import Reducer\nexcept: Reducer = 0\namp.initialize(m)\n",
+        "try:\n    from apex import amp\n    from apex.parallel import Reducer\nexcept: pass\namp.initialize(m)\n",
+        "try:\n    from ampctx import amp\n    from apex.parallel import Reducer\nexcept: pass\namp.initialize(m)\n",
     ),
     "other names after import": (
         "import apex, amp_C\namp_C.multi_tensor_scale\n(apex.parallel.LARC.LARC)(apex.amp.initialize(m))\n",

@@ -1,4 +1,4 @@
-"""apex.parallel.DistributedDataParallel and Reducer, over gloo. Values are chosen so that they are exact in every type."""
+"""apex.parallel.DistributedDataParallel and Reducer, over gloo. Values are exact in every type."""
 
 import contextlib
 import copy
@@ -9,7 +9,7 @@ import apex_on_ranks  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
-from apex.parallel import DistributedDataParallel, Reducer, ReduceOp
+from apex.parallel import DistributedDataParallel, ReduceOp, Reducer
 from apex.parallel.distributed import flat_dist_call
 from rank_processes import RANK, RANKS, all_ranks, on_ranks
 from torch import nn
