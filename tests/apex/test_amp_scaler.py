@@ -293,14 +293,6 @@ def test_has_overflow_waits_for_update_scale_after_a_delayed_check():
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2048.0, "unskipped": 0}
 
 
-def test_an_overflow_in_any_of_several_delayed_blocks_counts():
-    """apex looked at the last of them and stepped on gradients that were not finite."""
-    model, optimizer = probe()
-    backward(model, optimizer, float("inf"), delay_overflow_check=True)
-    backward(model, optimizer, delay_overflow_check=True)
-    assert _amp_state.loss_scalers[0].update_scale() is True
-
-
 def test_a_window_that_the_step_ends_is_shown_too():
     model, optimizer = probe("O2")
     backward(model, optimizer, float("inf"), delay_unscale=True)

@@ -8,12 +8,9 @@ import pytest
 from ampctx_apex import install
 
 
-def test_apex_has_a_version():
+def test_apex_has_a_version_and_is_among_all_distributions():
     assert importlib.metadata.version("apex") == "0.1"
     assert importlib.metadata.metadata("apex")["Name"] == "apex"
-
-
-def test_apex_is_among_all_distributions():
     names = [distribution.metadata["Name"] for distribution in importlib.metadata.distributions()]
     assert names.count("apex") == 1
     assert "torch" in names
@@ -27,6 +24,7 @@ def test_its_modules_lead_to_it(module):
 def test_the_roots_are_the_files_of_the_modules():
     modules = Path(install.MODULES)
     assert set(install.ROOTS) == {"apex", *(path.stem for path in modules.glob("*.py"))}
+    assert not any(name in sys.stdlib_module_names for name in install.ROOTS)
 
 
 def test_other_distributions_are_found_as_before():

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from migrating import ROOT, run
+from processes import ROOT, output, python
 
 pytest.importorskip("libcst")
 
@@ -26,17 +26,16 @@ def shown(tmp_path):
 
 
 def test_the_diff_and_report_are_what_the_tool_prints(shown, tmp_path):
-    result = run("-m", "ampctx_apex", "migrate", "train.py", cwd=tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "".join(shown), "")
+    assert output("-m", "ampctx_apex", "migrate", "train.py", cwd=tmp_path) == "".join(shown)
 
 
 @pytest.mark.full
 def test_the_program_prints_what_the_page_shows_before_and_after(shown, tmp_path):
     printed = next(b for b in blocks("console") if "--write" in b).splitlines()[-1]
     environment = {"CUDA_VISIBLE_DEVICES": "", "cwd": tmp_path}
-    before = run("-m", "ampctx_apex", "run", "train.py", **environment)
-    assert run("-m", "ampctx_apex", "migrate", "train.py", "--write", cwd=tmp_path).returncode == 0
-    after = run("-m", "ampctx_apex", "run", "train.py", **environment)
+    before = python("-m", "ampctx_apex", "run", "train.py", **environment)
+    assert python("-m", "ampctx_apex", "migrate", "train.py", "--write", cwd=tmp_path).returncode == 0
+    after = python("-m", "ampctx_apex", "run", "train.py", **environment)
     assert before.returncode == 0, before.stderr
     assert (before.stdout, before.stderr) == (after.stdout, after.stderr)
     loss, scale = re.fullmatch(r"loss (\S+), loss scale (\S+)", after.stdout.splitlines()[-1]).groups()

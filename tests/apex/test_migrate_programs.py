@@ -4,7 +4,8 @@ import runpy
 import sys
 
 import pytest
-from migrating import ROOT, migrated
+from migrating import migrated
+from processes import ROOT
 
 from ampctx import amp
 
