@@ -85,18 +85,23 @@ def test_several_at_once(copies):
     assert flag.item() == 1
 
 
-def test_a_programs_optimizer_is_apexs():
+@pytest.mark.parametrize("bias_correction", [1, 0], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_programs_optimizer_is_apexs(lr, bias_correction):
     """The loop of FusedAdam, as many programs have copied it, against ampctx's class."""
     theirs, _, _, _ = case(F32, F32)
     reference = nn.Parameter(theirs.clone())
-    optimizer = FusedAdam([reference], lr=0.01, weight_decay=0.1)
+    options = {"bias_correction": bool(bias_correction), "betas": (0.8, 0.95), "eps": 0.5, "weight_decay": 0.3}
+    optimizer = FusedAdam([reference], lr=lr, **options)
     m, v, copy = torch.zeros_like(theirs), torch.zeros_like(theirs), torch.empty_like(theirs, dtype=F16)
     for step in range(1, 6):
         grad = case(F32, F16, seed=step)[3]
-        fused_adam_cuda.adam(theirs, copy, m, v, grad, 0.01, 0.9, 0.999, 1e-8, 128.0, step, 1, 1, 0.1)
+        fused_adam_cuda.adam(theirs, copy, m, v, grad, 0.1, 0.8, 0.95, 0.5, 128.0, step, 1, bias_correction, 0.3)
         optimizer.step(grads=[grad], scale=128.0)
     torch.testing.assert_close(theirs, reference.detach())
     assert torch.equal(copy, theirs.half())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert optimizer.state[reference]["step"] == 5
 
 
 P, M, V, G = case(F32, F32)

@@ -264,39 +264,26 @@ def test_contribs_fp16_optimizer_resumes(flat):
     assert amp.state_dict() == SCALES
 
 
-def test_without_masters_there_is_no_place_for_them():
-    model, optimizer = start(amp, "O1")
-    before = everything(model, optimizer)
-    with pytest.raises(AmpValueError, match="the optimizer has no masters. Resume at opt_level='O2'"):
-        load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": [[]]})
-    with pytest.raises(AmpKeyError, match=r"this is no state of an FP16_Optimizer: it has \['param_groups', 'state'\]"):
-        load_fp16_optimizer(optimizer, optimizer.state_dict())
+FLAT = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
+BAD = {
+    "no masters here": ("O1", {"fp32_from_fp16": [[]]}, "the optimizer has no masters. Resume at opt_level='O2'"),
+    "no state of it": ("O1", None, r"this is no state of an FP16_Optimizer: it has \['param_groups', 'state'\]"),
+    "groups": ("O2", {"fp32_from_fp16": []}, "has 0 groups, the optimizer has 1"),
+    "shapes": ("O2", {"fp32_from_fp16": [[torch.ones(2)]]}, r"\[0\] has masters of shapes \[\(2,\)\]"),
+    "flat state": ("O2", {"optimizer_state_dict": FLAT, "fp32_groups_flat": [torch.zeros(74)]},
+        "the state 'exp_avg' of group 0 is flat with 5 elements, .* have 74"),
+    "flat masters": ("O2", {"optimizer_state_dict": {**FLAT, "state": {}}, "fp32_groups_flat": [torch.zeros(5)]},
+        r"\['fp32_groups_flat'\]\[0\] is flat with 5 elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("level", "content", "message"), BAD.values(), ids=BAD)
+def test_a_state_of_fp16_optimizer_that_does_not_fit_changes_nothing(level, content, message):
+    model, optimizer = start(amp, level)
+    before, state = everything(model, optimizer), optimizer.state_dict()
+    with pytest.raises(AmpKeyError if content is None else AmpValueError, match=message):
+        load_fp16_optimizer(optimizer, state if content is None else {"optimizer_state_dict": state, **content})
     assert_same(everything(model, optimizer), before)
-
-
-@pytest.mark.parametrize(
-    ("masters", "message"),
-    [([], "has 0 groups, the optimizer has 1"), ([[torch.ones(2)]], r"\[0\] has masters of shapes \[\(2,\)\]")],
-    ids=["groups", "shapes"],
-)
-def test_masters_of_fp16_optimizer_need_their_places(masters, message):
-    model, optimizer = start(amp, "O2")
-    before = everything(model, optimizer)
-    with pytest.raises(AmpValueError, match=message):
-        load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": masters})
-    assert_same(everything(model, optimizer), before)
-
-
-def test_a_flat_state_of_another_size_is_an_error():
-    _, optimizer = start(amp, "O2")
-    flat = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
-    content = {"optimizer_state_dict": flat, "fp32_groups_flat": [torch.zeros(74)]}
-    with pytest.raises(AmpValueError, match="the state 'exp_avg' of group 0 is flat with 5 elements, .* have 74"):
-        load_fp16_optimizer(optimizer, content)
-    content["optimizer_state_dict"]["state"] = {}
-    content["fp32_groups_flat"] = [torch.zeros(5)]
-    with pytest.raises(AmpValueError, match=r"\['fp32_groups_flat'\]\[0\] is flat with 5 elements"):
-        load_fp16_optimizer(optimizer, content)
 
 
 # --- loss scales, files -----------------------------------------------------------------------------------------------

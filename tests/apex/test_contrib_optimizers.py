@@ -1,7 +1,5 @@
 """apex.contrib.optimizers, and the names in apex.optimizers besides the classes of ampctx.optimizers."""
 
-import math
-
 import pytest
 import torch
 from apex.contrib.optimizers import FusedAdam, FusedSGD
@@ -146,27 +144,6 @@ def test_adam_scales_down_to_max_grad_norm_group_by_group(given, most):
     reference.step()
     torch.testing.assert_close(values(params), values(twins))
     assert [group["max_grad_norm"] for group in optimizer.param_groups] == [most, most]
-
-
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_adam_corrects_eps_and_decay_as_of_old(bias_correction, lr):
-    options = {"betas": (0.8, 0.95), "eps": 0.5, "weight_decay": 0.3}
-    params = params_of()
-    optimizer = FusedAdam(params, lr=lr, bias_correction=bias_correction, **options)
-    exact = [p.detach().double() for p in params]
-    m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
-    for t in range(1, 6):
-        size = 0.1 * math.sqrt(1 - 0.95**t) / (1 - 0.8**t) if bias_correction else 0.1
-        for i, g in enumerate(grads_of(t)):
-            params[i].grad = g.float()
-            m[i] = 0.8 * m[i] + 0.2 * g.double()
-            v[i] = 0.95 * v[i] + 0.05 * g.double() ** 2
-            exact[i] = exact[i] - size * (m[i] / (v[i].sqrt() + 0.5) + 0.3 * exact[i])
-        optimizer.step()
-    torch.testing.assert_close([p.detach() for p in params], [p.float() for p in exact])
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert optimizer.state[params[0]]["step"] == 5
 
 
 def test_max_grad_norm_of_a_group_counts():

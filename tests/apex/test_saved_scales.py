@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from ampctx_apex.checkpoints import fp16_optimizer_entry, to_amp_state, to_grad_scaler_state
+from apex.fp16_utils import DynamicLossScaler
 from kit import mlp
 
 from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError, GradScaler
@@ -13,31 +14,18 @@ APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}}
 TWO = {**APEX, "loss_scaler1": {"loss_scale": 4.0, "unskipped": 3}}
 
 
-def dynamic_scaler_of_2018(flags, window):
-    """What ``fp16_utils.DynamicLossScaler`` and ``contrib.optimizers.FP16_Optimizer`` count; and clean steps since."""
-    state = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": window}
-    clean = 0
-    for flag in flags:
-        if flag:
-            state["cur_scale"], state["last_overflow_iter"], clean = state["cur_scale"] / 2, state["cur_iter"], 0
-        else:
-            clean += 1
-            if (state["cur_iter"] - state["last_overflow_iter"]) % window == 0:
-                state["cur_scale"], clean = state["cur_scale"] * 2, 0
-        state["cur_iter"] += 1
-    return state, clean
-
-
 @pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
 @pytest.mark.parametrize(
-    "flags",
-    [[], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1], [0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]],
-    ids=["new", "two", "window", "past-window", "overflow", "since-overflow", "windows-since"],
+    ("flags", "clean"), [("", 0), ("00", 2), ("000", 0), ("0000", 1), ("1", 0), ("0100", 2), ("01000000", 0)]
 )
-def test_the_counter_of_dynamic_scalers_of_2018(flags, as_object):
-    values, clean = dynamic_scaler_of_2018(flags, window=3)
+def test_the_counter_of_dynamic_scalers_of_2018(flags, clean, as_object):
+    """Steps since the latest overflow or growth, of a window of 3."""
+    scaler = DynamicLossScaler(2.0**16, scale_window=3)
+    for flag in flags:
+        scaler.update_scale(flag == "1")
+    values = {name: getattr(scaler, name) for name in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")}
     state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
-    assert fp16_optimizer_entry(state) == {"loss_scale": values["cur_scale"], "unskipped": clean}
+    assert fp16_optimizer_entry(state) == {"loss_scale": scaler.cur_scale, "unskipped": clean}
 
 
 @pytest.mark.parametrize(
