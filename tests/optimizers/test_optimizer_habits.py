@@ -452,16 +452,6 @@ def test_a_group_with_an_option_that_cannot_be_used_is_not_added(options, messag
     run(optimizer, 1)
 
 
-def test_an_lr_that_grew_elements_is_refused_before_anything_changes():
-    optimizer = FusedAdam([{"params": parameters()}, {"params": parameters(seed=1)}])
-    run(optimizer, 1)
-    before = snapshot(optimizer)
-    optimizer.param_groups[1]["lr"] = torch.ones(3)
-    with pytest.raises(AmpValueError, match="Tensor lr must be 1-element: lr has 3 elements"):
-        optimizer.step()
-    assert_same(snapshot(optimizer), before)
-
-
 @pytest.mark.parametrize(
     ("argument", "advice"),
     [
