@@ -13,7 +13,9 @@ import torch
 from host_reads import OpCalls
 from kit import assert_same, backward, params_of, snapshot, through_a_file
 from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
+from rank_processes import flat_mesh, on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
@@ -190,11 +192,11 @@ def by_amp(level, **options):
     return run_loop
 
 
-def by_scaler(make, unscale):
+def by_scaler(kind, unscale):
     def run_loop(offload, steps):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
-        model, scaler = network().to(dtype), make()
+        model, scaler = network().to(dtype), kind("cpu", init_scale=2.0**10)
         optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
         for losses in losses_of(model, steps):
             scaler.scale(sum(losses)).backward()
@@ -209,24 +211,16 @@ def by_scaler(make, unscale):
     return run_loop
 
 
-def ours():
-    return ampctx.GradScaler("cpu", init_scale=2.0**10)
-
-
-def torchs():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-
 LOOPS = {
     "O0": by_amp("O0"),
     "O1": by_amp("O1"),
     "O2": by_amp("O2", master_weights=False),
     "O4": by_amp("O4"),
     "O5": by_amp("O5", master_weights=False),
-    "ours": by_scaler(ours, False),
-    "ours, clipped": by_scaler(ours, True),
-    "torch's": by_scaler(torchs, False),
-    "torch's, clipped": by_scaler(torchs, True),
+    "ours": by_scaler(ampctx.GradScaler, False),
+    "ours, clipped": by_scaler(ampctx.GradScaler, True),
+    "torch's": by_scaler(torch.amp.GradScaler, False),
+    "torch's, clipped": by_scaler(torch.amp.GradScaler, True),
 }
 
 
@@ -325,18 +319,11 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     assert params_of(optimizer) == [few]
 
 
-def test_a_dtensor_is_refused(tmp_path):
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)]))
-        with pytest.raises(
-            ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"
-        ):
-            FusedAdam([p], offload="cpu")
-    finally:
-        torch.distributed.destroy_process_group()
+@on_ranks(1)
+def test_a_dtensor_is_refused():
+    p = nn.Parameter(distribute_tensor(torch.ones(4), flat_mesh(), [Shard(0)]))
+    with pytest.raises(ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"):
+        FusedAdam([p], offload="cpu")
 
 
 def test_a_compiled_step_leaves_the_graph():

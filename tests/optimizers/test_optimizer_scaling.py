@@ -12,7 +12,6 @@ from optimizer_cases import BY_NAME, LOW, MODES, ONE_CALL, OWN_MASTERS, give, gr
 from tape import Tape
 from torch import nn
 
-import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
@@ -134,28 +133,6 @@ def test_dummy_overflow_buf_is_apexs():
 
 
 # --- GradScaler -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
-@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, ampctx.GradScaler], ids=["torch", "ampctx"])
-@pytest.mark.parametrize("name", OWN_MASTERS)
-def test_grad_scalers_drive_them(name, scaler_type, mode):
-    """Unscaling and skipping happen inside the op: what is left is a plain run without the overflowed step."""
-    optimizer, plain = make(name, mode), make(name, mode)
-    scaler = scaler_type("cpu", init_scale=64.0)
-    params, others = optimizer.param_groups[0]["params"], plain.param_groups[0]["params"]
-    scaler.scale(torch.ones(()))
-    for step in range(4):
-        grads = gradients(params, step)
-        give(params, [g * (float("inf") if step == 1 else scaler.get_scale()) for g in grads])
-        scaler.step(optimizer)
-        scaler.update()
-        if step != 1:
-            give(others, grads)
-            plain.step()
-    assert scaler.get_scale() == 32.0
-    assert_same(snapshot(optimizer), snapshot(plain))
-    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
 
 
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])

@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
-from kit import assert_same, backward, params_of
+from kit import assert_same, backward, params_of, through_a_file
 from optimizer_cases import give, gradients, parameters
+from rank_processes import flat_mesh, on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
@@ -143,14 +145,13 @@ def test_a_changed_weight_counts():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
+def test_a_checkpoint_resumes_to_the_bit(name):
     plain, ours = pair(name)
     step_both(plain, ours, 2)
-    torch.save(ours.state_dict(), tmp_path / "state.pt")
     _, resumed = pair(name)
     for p, q in zip(params_of(resumed), params_of(ours), strict=True):
         p.data.copy_(q)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load_state_dict(through_a_file(ours.state_dict()))
     step_both(plain, resumed, 2, first=2)
     assert_alike(plain, resumed)
 
@@ -296,16 +297,11 @@ def test_fp16_is_refused_by_name():
     assert params_of(optimizer) == low
 
 
-def test_a_dtensor_is_refused(tmp_path):
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), DeviceMesh("cpu", [0]), [Shard(0)]))
-        with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
-            SplitMasters(torch.optim.NAdam, [p])
-    finally:
-        torch.distributed.destroy_process_group()
+@on_ranks(1)
+def test_a_dtensor_is_refused():
+    p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), flat_mesh(), [Shard(0)]))
+    with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
+        SplitMasters(torch.optim.NAdam, [p])
 
 
 def test_a_sparse_gradient_changes_nothing():
