@@ -2,14 +2,13 @@
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
 import torch
 from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
-from kit import LOW, OPTIMIZERS, Probe, every_level
+from kit import LOW, OPTIMIZERS, Probe, each_copy, every_level
 from processes import output
 
 import ampctx
@@ -119,7 +118,7 @@ def weights_of(optimizer):
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 @pytest.mark.parametrize("name", [*BOTH, "LARC"])
 @each_kind
 def test_copies_leave_the_stamps_behind(level, name, copied):

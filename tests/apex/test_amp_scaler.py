@@ -1,8 +1,5 @@
 """apex.amp.scaler.LossScaler: one of its own, and the view on a scale of the session."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from amp_models import backward, probe
@@ -10,6 +7,7 @@ from apex import amp
 from apex.amp import _amp_state
 from apex.amp.scaler import LossScaler
 from host_reads import HostReads
+from kit import each_copy
 
 from ampctx import AmpTypeError, AmpValueError
 
@@ -203,7 +201,7 @@ def test_unscale_with_stashed():
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+@each_copy
 @pytest.mark.parametrize("kind", ["own", "static", "view"])
 def test_a_copy_has_a_scale_of_its_own(kind, copied):
     if kind == "view":

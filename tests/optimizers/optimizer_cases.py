@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kit import OPTIMIZERS, muon, params_of
+from kit import OPTIMIZERS, assert_same, muon, params_of, snapshot
 from torch import Tensor, nn
 
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
@@ -102,6 +102,13 @@ def run(optimizer: Any, steps: int = 3, first: int = 0) -> None:
     for step in range(first, first + steps):
         give(params_of(optimizer), gradients(params_of(optimizer), step))
         optimizer.step()
+
+
+def run_alike(one: Any, other: Any, steps: int = 1, first: int = 3) -> None:
+    """Steps both: they come to the same weights and states."""
+    run(one, steps, first)
+    run(other, steps, first)
+    assert_same(snapshot(one), snapshot(other))
 
 
 def like(optimizer: Any) -> list[nn.Parameter]:

@@ -321,14 +321,6 @@ def test_a_flag_of_another_type(name, key):
         ("novograd", "norm_type", "2"),
         ("novograd", "norm_type", True),
         ("lamb", "max_grad_norm", NAN),
-        ("muon", "momentum", -0.5),
-        ("muon", "weight_decay", NAN),
-        ("muon", "eps", -1e-7),
-        ("muon", "ns_steps", 100),
-        ("muon", "ns_steps", 2.5),
-        ("muon", "ns_coefficients", (1.0, 2.0)),
-        ("muon", "ns_coefficients", (1.0, 2.0, NAN)),
-        ("muon", "adjust_lr_fn", "match"),
     ],
 )
 def test_an_option_that_cannot_be_used(name, key, value):

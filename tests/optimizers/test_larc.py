@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import weakref
 
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, each_copy, params_of, snapshot
 from optimizer_cases import LOW, give, gradients, parameters, run
 from torch import nn
 
@@ -161,7 +159,7 @@ def test_it_is_apexs_plain_object():
     assert repr(larc).startswith("LARC(SGD (")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_copies(copied):
     larc = LARC(INNER["sgd"](parameters()), trust_coefficient=0.1, clip=False)
     run(larc, 1)
@@ -173,7 +171,7 @@ def test_copies(copied):
     assert_same(snapshot(larc), snapshot(other))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_a_copy_under_amp_steps_its_own_parameters(copied):
     """Not the original's, through a method that amp has replaced on it."""
     model, session = torch.nn.Linear(2, 2), ampctx.AmpSession()

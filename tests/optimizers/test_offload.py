@@ -6,12 +6,11 @@ The parameters are on the CPU here, so that copies take the place of streams.
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, params_of, snapshot, through_a_file
+from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
 from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
 from rank_processes import flat_mesh, on_ranks
 from torch import nn
@@ -140,16 +139,16 @@ def test_checkpoints_go_both_ways(name, mode):
         assert_same(snapshot(optimizer), snapshot(both[0]))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_by_itself(duplicate):
+@each_copy
+def test_a_copy_goes_on_by_itself(copied):
     resident, offloaded = pair("adam")
     run(offloaded, 2)
-    copied, before = duplicate(offloaded), snapshot(offloaded)
-    run(copied, 2, first=2)
+    twin, before = copied(offloaded), snapshot(offloaded)
+    run(twin, 2, first=2)
     run(resident, 4)
-    assert_same(snapshot(copied), snapshot(resident))
+    assert_same(snapshot(twin), snapshot(resident))
     assert_same(snapshot(offloaded), before)
-    assert copied._offload is not offloaded._offload
+    assert twin._offload is not offloaded._offload
 
 
 # --- under amp and a GradScaler, for 100 steps ------------------------------------------------------------------------

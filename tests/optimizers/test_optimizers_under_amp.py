@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, params_of, with_plans
+from kit import assert_same, backward, params_of, start, train, with_plans
 from optimizer_cases import BY_NAME
 from torch import nn
 
@@ -25,15 +25,13 @@ def trained(make, level, steps=6, overflow_at=None):
     """The losses, and the weights that the optimizer steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer, session = make(model.parameters()), AmpSession()
-    session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
-    x, losses = torch.randn(32, 4), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        backward(session, loss * (float("inf") if step == overflow_at else 1.0), optimizer)
-        optimizer.step()
-        losses.append(loss.item())
+    session, x = AmpSession(), torch.randn(32, 4)
+    model, optimizer = start(session, level, make, model, loss_scale="dynamic", max_loss_scale=64.0)
+
+    def loss(model, step):
+        return (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+
+    losses = train(session, model, optimizer, steps, loss=loss, overflow_at=(overflow_at,))
     weights = [p.detach().clone() for p in session.master_params(optimizer)]
     for p, w in zip(model.parameters(), weights, strict=True):
         assert_same([p.detach()], [w.to(p.dtype)])

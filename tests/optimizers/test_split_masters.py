@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
-from kit import assert_same, backward, params_of, through_a_file
+from kit import assert_same, backward, each_copy, params_of, through_a_file
 from optimizer_cases import give, gradients, parameters
 from rank_processes import flat_mesh, on_ranks
 from torch import nn
@@ -166,13 +165,13 @@ def test_the_class_loads_its_state_and_the_other_way():
         assert_same(states(optimizer), states(plain))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_by_itself(duplicate):
+@each_copy
+def test_a_copy_goes_on_by_itself(copied):
     plain, ours = pair("NAdam")
     step_both(plain, ours, 2)
-    copied, before = duplicate(ours), [w.clone() for w in masters(ours)]
-    step_both(plain, copied, 2, first=2)
-    assert_alike(plain, copied)
+    twin, before = copied(ours), [w.clone() for w in masters(ours)]
+    step_both(plain, twin, 2, first=2)
+    assert_alike(plain, twin)
     assert_same(masters(ours), before)
 
 

@@ -1,14 +1,13 @@
 """``state_dtype``: the state of an optimizer in bf16 or 8-bit codes. The arithmetic: tests/ops/test_state_types.py."""
 
 import copy
-import pickle
 import re
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, each_copy, params_of, snapshot
 from kit import through_a_file as saved
-from optimizer_cases import BY_NAME, give, gradients, like, parameters, run
+from optimizer_cases import BY_NAME, give, gradients, like, parameters, run, run_alike
 from torch import nn
 
 from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
@@ -301,9 +300,7 @@ def test_a_change_between_steps_converts_the_state(of, to):
     other = make("adam", to, like(optimizer))
     other.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["state_dtype"] = TYPES[to]
-    run(optimizer, 1, first=3)
-    run(other, 1, first=3)
-    assert_same(snapshot(optimizer), snapshot(other))
+    run_alike(optimizer, other)
 
 
 def test_a_dict_that_is_changed_in_place_and_a_size_are_seen():
@@ -406,14 +403,11 @@ def test_numbers_are_made_once():
     assert len(optimizer._numbers) <= 64
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@each_copy
 def test_copies_go_on_alike(copied):
     optimizer = make("adam", "mixed")
     run(optimizer, 2)
-    other = copied(optimizer)
-    run(optimizer, 2, first=2)
-    run(other, 2, first=2)
-    assert_same(snapshot(optimizer), snapshot(other))
+    run_alike(copied(optimizer), optimizer, 2, first=2)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -597,25 +591,18 @@ def test_codes_of_another_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"state_dtype": torch.float16},
-            AmpValueError,
-            r"state_dtype is torch.float16, expected torch.float32 or torch.",
-        ),
+        ({"state_dtype": torch.float16}, AmpValueError, "state_dtype is torch.float16, expected torch.float32 or tor"),
         ({"state_dtype": "4bit"}, AmpValueError, "state_dtype is '4bit', expected torch.float32 or .* or '8bit'"),
         ({"state_dtype": None}, AmpValueError, "state_dtype is None, expected"),
         ({"state_dtype": {"exp_avg": "fp8"}}, AmpValueError, re.escape("state_dtype['exp_avg'] is 'fp8', expected")),
-        (
-            {"state_dtype": {"momentum_buffer": "8bit"}},
-            AmpValueError,
-            "state_dtype has 'momentum_buffer', and FusedAdam keeps no such state .* 'exp_avg' or 'exp_avg_sq'",
-        ),
+        ({"state_dtype": {"momentum_buffer": "8bit"}}, AmpValueError,
+            "state_dtype has 'momentum_buffer', and FusedAdam keeps no such state .* 'exp_avg' or 'exp_avg_sq'"),
         ({"state_dtype": "8bit", "min_8bit_size": -1}, AmpValueError, "min_8bit_size is -1, expected a number of"),
         ({"min_8bit_size": 4.5}, AmpTypeError, "min_8bit_size must be an int, got float"),
         ({"min_8bit_size": True}, AmpTypeError, "min_8bit_size must be an int, got bool"),
         ({"state_dtype": "8bit", "amsgrad": True}, AmpValueError, "state_dtype='8bit' does not go with amsgrad=True"),
     ],
-)
+)  # fmt: skip
 def test_refused_options(options, error, message):
     with pytest.raises(error, match=message):
         FusedAdam(parameters(), **options)

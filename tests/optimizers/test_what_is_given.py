@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
 import torch
-from kit import assert_same, backward, snapshot
+from kit import assert_same, backward, snapshot, through_a_file
 from optimizer_cases import BY_NAME, give, gradients, parameters, run
 from torch import nn
 
@@ -163,10 +162,7 @@ def test_numbers_of_other_libraries_become_plain_ones(kind):
     nova = FusedNovoGrad(parameters(), lr=lr, betas=betas, norm_type=Scalar(0))
     for optimizer in (adam, sgd, nova):
         run(optimizer, 1)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        optimizer.load_state_dict(torch.load(file, weights_only=True))
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
         for name, value in optimizer.param_groups[0].items():
             assert name in ("params", "betas") or type(value) in (float, int, bool), name
     group = adam.param_groups[0]
