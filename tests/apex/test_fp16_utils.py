@@ -95,8 +95,9 @@ def test_convert_module_leaves_children_alone():
 # --- masters by hand --------------------------------------------------------------------------------------------------
 
 
-def test_masters_are_fp32_copies_of_what_trains():
-    model = pair_of_linears()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_masters_are_fp32_copies_of_what_trains(dtype):
+    model = pair_of_linears(dtype)
     model[0].bias.requires_grad_(False)
     params, masters = prep_param_lists(model)
     assert params == [model[0].weight, model[1].weight, model[1].bias]
@@ -108,23 +109,14 @@ def test_masters_are_fp32_copies_of_what_trains():
     assert not torch.equal(params[0].float(), masters[0])
 
 
-def test_masters_of_fp32_parameters_are_copies_too():
-    params, masters = prep_param_lists(pair_of_linears(torch.float32))
-    assert params[0].data_ptr() != masters[0].data_ptr()
-
-
-def test_flat_master_holds_all_in_a_row():
-    params, (master,) = prep_param_lists(pair_of_linears(), flat_master=True)
+@pytest.mark.parametrize("second", [torch.float16, torch.float32], ids=["one dtype", "two dtypes"])
+def test_flat_master_holds_all_in_a_row(second):
+    model = pair_of_linears()
+    model[1].to(second)
+    params, (master,) = prep_param_lists(model, flat_master=True)
     assert isinstance(master, nn.Parameter)
     assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
     assert torch.equal(master.grad, torch.zeros_like(master))
-
-
-def test_flat_master_of_several_dtypes():
-    model = pair_of_linears()
-    model[1].float()
-    params, (master,) = prep_param_lists(model, flat_master=True)
-    assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])

@@ -1,11 +1,14 @@
 """Optimizers that programs derive from apex's, with a step of their own over apex's kernels."""
 
+from functools import partial
+
 import amp_C
 import pytest
 import torch
 from apex.amp import _amp_state
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from kit import start, train
 from processes import output
 from torch import nn
 
@@ -108,18 +111,10 @@ def test_what_a_program_writes_into_the_flag_stops_no_step():
     assert not p.detach().eq(1.0).any()
 
 
-def trained(kind, level, overflow_at, steps=8):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-    _amp_state.loss_scalers[0]._loss_scale = 1024.0
-    for i in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(4, 3) * (torch.inf if i == overflow_at else 1.0)
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+def trained(kind, level, overflow_at):
+    make = partial(kind, lr=0.1, weight_decay=0.01)
+    model, optimizer = start(amp, level, make, loss_scale="dynamic", max_loss_scale=1024.0)
+    train(amp, model, optimizer, 8, overflow_at=(overflow_at,))
     scale = _amp_state.loss_scalers[0].loss_scale()
     result = [p.detach().clone() for p in amp.master_params(optimizer)], [p.detach() for p in model.parameters()], scale
     amp.reset()

@@ -17,11 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ampctx
-from ampctx.foreach import FoundInf
 from ampctx.kernels import definitions, ops, plan
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
-from ampctx.weights.pending import MasterParam, Pending, Place
-from ampctx.weights.step import Step
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
 on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)
@@ -220,23 +217,6 @@ def test_gradients_are_not_kept_alive_by_their_copies():
 
 
 # --- what else a step may find ----------------------------------------------------------------------------------------
-
-
-def test_gradients_that_amp_keeps_for_masters_stay_as_they_are():
-    models = parameters(torch.bfloat16)
-    place = Place()
-    masters = [MasterParam(p.detach().float(), place=place) for p in models]
-    optimizer = FusedAdam(masters)
-    grads = {m: g * 256 for m, g in zip(masters[1:], gradients(models, 0)[1:], strict=True)}
-    kept = [g.clone() for g in grads.values()]
-    masters[0].grad = torch.full_like(masters[0], 8.0)
-    place.pending = pending = Pending.checked(list(grads), place, list(grads.values()), 1 / 64, FoundInf())
-    optimizer.grad_scale = torch.tensor(4.0)
-    for _ in range(2):
-        optimizer.step(given=Step(pending=pending))
-    assert_same(list(grads.values()), kept)
-    assert all(g._version == 0 for g in grads.values())
-    assert_same([masters[0].grad], [torch.full_like(masters[0], 0.5)])
 
 
 def test_clipped_gradients_stay_clipped():

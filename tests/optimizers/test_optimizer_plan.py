@@ -107,15 +107,6 @@ def test_a_parameter_that_goes_to_the_group_beside_has_its_options(name, api):
     torch.testing.assert_close(moved, always, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
-def test_what_is_kept_beside_a_weight_follows_it(mode):
-    def fill(optimizer):
-        with torch.no_grad():
-            params_of(optimizer)[0].fill_(3.0)
-
-    same_as_copies(lambda: make("sgd", mode), fill)
-
-
 def test_a_parameter_that_gets_its_first_gradient_is_stepped():
     def first_without(optimizer):
         optimizer.gives = params_of(optimizer)[1:]

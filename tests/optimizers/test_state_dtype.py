@@ -2,10 +2,11 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
-from kit import assert_same, each_copy, params_of, snapshot
+from kit import assert_same, each_copy, mlp, params_of, snapshot, start, train
 from kit import through_a_file as saved
 from optimizer_cases import BY_NAME, give, gradients, like, parameters, run, run_alike
 from torch import nn
@@ -321,31 +322,21 @@ def test_a_dict_that_is_changed_in_place_and_a_size_are_seen():
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_under_amp_as_by_hand(level):
-    """The masters of amp are stepped as fp32 parameters are."""
+def test_under_amp_as_by_hand(level, session):
+    """The masters of amp are stepped as fp32 parameters are; reading ``.grad`` makes lazy gradients real."""
+    results = []
+    for read in (False, True):
+        make_it = partial(FusedAdam, lr=0.01, state_dtype="8bit")
+        model, optimizer = start(session, level, make_it, mlp(width=1024), loss_scale="dynamic")
 
-    def trained(scaled):
-        torch.manual_seed(0)
-        model = nn.Linear(128, 64)
-        optimizer = FusedAdam(model.parameters(), lr=0.01, state_dtype="8bit")
-        session = AmpSession()
-        model, optimizer = session.initialize(model, optimizer, opt_level=level, verbosity=0)
-        data = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
-        for _ in range(3):
-            loss = model(data).float().square().mean()
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            if not scaled:
-                # Reading .grad makes lazy gradients real.
-                assert all(p.grad is not None for p in session.master_params(optimizer))
-            optimizer.step()
-            optimizer.zero_grad()
-        result = [p.detach().clone() for p in model.parameters()] + snapshot(optimizer)
+        def look(optimizer=optimizer):
+            assert all(p.grad is not None for p in session.master_params(optimizer))
+
+        train(session, model, optimizer, 3, before_step=look if read else None)
         assert "exp_avg_codes" in optimizer.state[params_of(optimizer)[0]]
+        results.append([*(p.detach().clone() for p in model.parameters()), *snapshot(optimizer)])
         session.reset()
-        return result
-
-    assert_same(trained(True), trained(False))
+    assert_same(*results)
 
 
 @pytest.mark.full(but=50)
@@ -388,19 +379,6 @@ def test_with_a_grad_scaler_as_without():
                 optimizer.step()
         results.append(snapshot(optimizer))
     assert_same(*results)
-
-
-def test_numbers_are_made_once():
-    optimizer, _ = one()
-    (numbers,) = optimizer._numbers.values()
-    run(optimizer, 2)
-    assert [made is numbers for made in optimizer._numbers.values()] == [True]
-    params = parameters(torch.float32, [(64,)] * 8)
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)
-    for chosen in range(1, 256):
-        give(params, [torch.ones(64) if chosen >> i & 1 else None for i in range(8)])
-        optimizer.step()
-    assert len(optimizer._numbers) <= 64
 
 
 @each_copy
@@ -453,33 +431,33 @@ def test_codes_load_into_another_layout():
         assert (here[i]["exp_avg"] - there[i]["exp_avg"]).abs().max() <= 0.01 * there[i]["exp_avg"].abs().max()
 
 
-def test_state_goes_to_torch_and_back():
-    ours = make("adam", "8bit", parameters(torch.float32, [(64, 64), (65,)]), weight_decay=0.1)
+TORCHS = {
+    "adam": (lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1), {"weight_decay": 0.1}, "exp_avg"),
+    "sgd": (
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        {"weight_decay": 0.0, "dampening": 0.0},
+        "momentum_buffer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_state_goes_to_torch_and_back(name):
+    kind, options, key = TORCHS[name]
+    ours = make(name, "8bit", parameters(torch.float32, [(64, 64), (65,)]), **options)
     run(ours, 3)
-    checkpoint = ours.state_dict()
-    theirs = torch.optim.AdamW(like(ours), lr=0.01)
-    theirs.load_state_dict(unpack_state(saved(checkpoint)))
-    assert {
-        key: value.dtype for key, value in theirs.state[theirs.param_groups[0]["params"][0]].items()
-    } == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
+    theirs = kind(like(ours))
+    theirs.load_state_dict(unpack_state(saved(ours.state_dict())))
+    assert {value.dtype for state in theirs.state.values() for value in state.values() if value is not None} == {
+        torch.float32
+    }
     run(theirs, 1, first=3)
     run(ours, 1, first=3)
-    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    resumed = make("adam", "8bit", like(theirs))
+    torch.testing.assert_close(params_of(ours), params_of(theirs), rtol=1e-5, atol=1e-6)
+    resumed = make(name, "8bit", like(theirs), **options)
     resumed.load_state_dict(theirs.state_dict())
-    assert resumed.state[params_of(resumed)[0]]["exp_avg_codes"].dtype == torch.int8
+    assert resumed.state[params_of(resumed)[0]][f"{key}_codes"].dtype == torch.int8
     run(resumed, 1, first=4)
-
-
-def test_momentum_goes_to_torch():
-    ours = FusedSGD(parameters(torch.float32, [(64, 64)]), lr=0.1, momentum=0.9, state_dtype="8bit")
-    run(ours, 2)
-    theirs = torch.optim.SGD(like(ours), lr=0.1, momentum=0.9)
-    theirs.load_state_dict(unpack_state(ours.state_dict()))
-    run(ours, 1, first=2)
-    run(theirs, 1, first=2)
-    torch.testing.assert_close(params_of(ours)[0], params_of(theirs)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_torch_refuses_codes_instead_of_training_on_them():
