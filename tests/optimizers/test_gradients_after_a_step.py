@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ampctx
 from ampctx.kernels import definitions, ops, plan
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD
+from ampctx.optimizers import FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
 on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)
@@ -236,20 +236,6 @@ def test_lambs_own_clipping_is_not_left_in_gradients():
     give(params, [g * 64 for g in gradients(params, 0)])
     scaled().step(optimizer)
     assert_same(grads_of(optimizer), gradients(params, 0))
-
-
-@on_scalers
-@pytest.mark.parametrize(
-    "make_inner", [lambda p: FusedSGD(p, lr=1.0), lambda p: torch.optim.SGD(p, lr=1.0, fused=True)]
-)
-def test_larc_leaves_what_it_has_adapted(make_inner, scaler_type):
-    pair = [parameters(), parameters()]
-    larc, plain = (LARC(make_inner(params)) for params in pair)
-    give(pair[0], [g * 64 for g in gradients(pair[0], 0)])
-    give(pair[1], gradients(pair[1], 0))
-    scaled(scaler_type).step(larc)
-    plain.step()
-    assert_same(grads_of(larc), grads_of(plain))
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "novograd"])

@@ -200,7 +200,7 @@ def test_it_supports_scaling_as_the_wrapped_one_does(name):
 @pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, ampctx.GradScaler], ids=["torch", "ampctx"])
 @pytest.mark.parametrize("name", INNER)
 def test_grad_scalers_step_it(name, scaler_type):
-    """Unscaled once, in LARC; a step that overflowed changes nothing."""
+    """Unscaled once, in LARC, which leaves what it has adapted; a step that overflowed changes nothing."""
     ours, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     larc, expected = LARC(INNER[name](ours)), LARC(INNER[name](plain))
     scaler = scaler_type("cpu", init_scale=64.0)
@@ -216,6 +216,7 @@ def test_grad_scalers_step_it(name, scaler_type):
         else:
             give(plain, grads)
             expected.step()
+            assert_same([p.grad for p in ours], [p.grad for p in plain])
     assert scaler.get_scale() == 32.0
     assert_same([p.detach() for p in ours], [p.detach() for p in plain])
     for optimizer in (larc, larc.optim):

@@ -124,21 +124,12 @@ def test_checkpoints_go_over_to_torch_and_back(name, trained_by):
     run(trained, 3)
     goes_on = second(like(trained))
     goes_on.load_state_dict(saved(trained.state_dict()))
+    if trained_by == "torch" and name != "sgd":
+        # torch.optim.SGD keeps no count; where there is a buffer, the first step is over.
+        assert {s["step"].item() for s in goes_on.state.values()} == {1 if name == "sgd-dampening" else 3}
     run(trained, 3, first=3)
     run(goes_on, 3, first=3)
     torch.testing.assert_close(params_of(goes_on), params_of(trained), rtol=1e-6, atol=1e-7)
-
-
-def test_steps_of_torchs_optimizers_are_taken_over():
-    """torch.optim.SGD keeps no count; where there is a buffer, the first step is over."""
-    for optimizer, theirs, expected in [
-        (FusedAdam(parameters()), torch.optim.Adam(parameters()), 3),
-        (FusedAdagrad(parameters()), torch.optim.Adagrad(parameters()), 3),
-        (FusedSGD(parameters(), lr=0.1), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), 1),
-    ]:
-        run(theirs, 3)
-        optimizer.load_state_dict(theirs.state_dict())
-        assert {s["step"].item() for s in optimizer.state.values()} == {expected}
 
 
 @pytest.mark.parametrize("steps_by_torch", [0, 1])

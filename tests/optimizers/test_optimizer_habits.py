@@ -364,17 +364,6 @@ def test_sparse_gradients_are_refused_by_name_before_anything_changes(name):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_complex_parameters_are_refused_by_name(name):
-    optimizer = BY_NAME[name](parameters())
-    z = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    groups = len(optimizer.param_groups)
-    message = rf"does not support complex parameters, and param_groups\[{groups}\]\['params'\]\[0\] is one"
-    with pytest.raises(AmpValueError, match=message):
-        optimizer.add_param_group({"params": [z]})
-    assert len(optimizer.param_groups) == groups
-
-
 ERRORS = [
     (FusedAdam, {"lr": -1.0}, AmpValueError, r"Invalid learning rate: -1.0 \(lr\), expected a number >= 0"),
     (FusedAdam, {"lr": math.nan}, AmpValueError, "Invalid learning rate: nan"),

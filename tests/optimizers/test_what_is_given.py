@@ -85,7 +85,8 @@ def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
     optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[0\] \(odd\) is"):
         BY_NAME[name]([("odd", odd)])
-    with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is"):
+    kind = "does not support complex parameters.*" if dtype.is_complex else ""
+    with pytest.raises(AmpValueError, match=rf"{kind}param_groups\[1\]\['params'\]\[0\] is"):
         optimizer.add_param_group({"params": [odd]})
     assert len(optimizer.param_groups) == 1
 
