@@ -1,12 +1,26 @@
 """``ampctx-apex migrate``: what becomes of each way to import and use a name of apex."""
 
 import re
+import textwrap
 
 import pytest
+from ampctx_apex.migrate import cli
 from ampctx_apex.names import NAMES
-from migrating import migrated
 
 pytest.importorskip("libcst")
+
+
+def migrated(tmp_path, source):
+    """The new text of a file, and its findings. Another run must change nothing more."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source).lstrip("\n"))
+    (result,) = cli.migrate([path])
+    assert result.error is None
+    path.write_bytes(result.after)
+    (again,) = cli.migrate([path])
+    assert not again.changed, again.after
+    return result.after.decode(), result.findings
+
 
 # Where each "apex" becomes "ampctx", and nothing else changes.
 RENAMED = {
