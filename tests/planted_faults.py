@@ -332,9 +332,8 @@ FAULTS = [
         "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(
-        "lion's decay is not handed on", "ampctx",
-        "(*BETAS, NO_DECAY),\n        (EXP_AVG,),",
-        '(*BETAS, Number("weight_decay", default=0.0, of="0.0")),\n        (EXP_AVG,),',
+        "lion's decay is not handed on", "ampctx/kernels/steps.py",
+        '"weight_decay": group["weight_decay"],\n    }\n\n\ndef muon_options', "}\n\n\ndef muon_options",
         "tests/optimizers/test_optimizer_formulas.py -k lion",
     ),
     Fault(
