@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def make_model(dtype=torch.float16):
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def made(face, make, **arguments):
+    """A model and its wrapped optimizer."""
+    model = make_model()
+    return model, face(make(model.parameters()), **arguments)
+
+
+of_fp16_utils = partial(made, FP16_Optimizer, sgd)
+of_contrib = partial(made, contrib.FP16_Optimizer, contrib.FusedAdam)
 
 
 def loss_of(model, seed=0, factor=1.0):
@@ -110,8 +121,7 @@ def test_training_is_that_of_the_masters_by_hand(face, arguments, make):
 
 
 def test_losses_add_up_when_the_masters_wait():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=8.0)
     loss = loss_of(model)
     optimizer.backward(loss, update_master_grads=False, retain_graph=True)
     assert optimizer.all_fp32_from_fp16_params[0].grad is None
@@ -125,8 +135,7 @@ def test_losses_add_up_when_the_masters_wait():
 
 
 def test_a_parameter_without_gradient_is_not_stepped():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.backward(loss_of(model))
     # The model's own, which does not reach the masters.
     model.zero_grad()
@@ -138,8 +147,7 @@ def test_a_parameter_without_gradient_is_not_stepped():
 
 
 def test_without_any_gradient_nothing_happens():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    model, optimizer = of_fp16_utils(**DYNAMIC)
     before = tensors_of(model.parameters())
     optimizer.update_master_grads()
     optimizer.step()
@@ -171,8 +179,7 @@ def test_what_begins_to_train_later_gets_a_master():
 
 
 def test_masters_follow_weights_that_change_before_the_first_gradients():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     with torch.no_grad():
         model[0].weight.fill_(0.25)
     optimizer.backward(loss_of(model))
@@ -183,7 +190,7 @@ def test_masters_follow_weights_that_change_before_the_first_gradients():
 
 
 def test_the_scale_is_read_and_assigned():
-    optimizer = FP16_Optimizer(sgd(make_model().parameters()), static_loss_scale=128)
+    optimizer = of_fp16_utils(static_loss_scale=128)[1]
     assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (128.0, False)
     assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scaler._loss_scale == 128.0
     optimizer.loss_scale = 4
@@ -193,10 +200,9 @@ def test_the_scale_is_read_and_assigned():
 
 
 def test_a_dynamic_scale_starts_where_its_arguments_say():
-    assert FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC).loss_scale == 2.0**16
+    assert of_fp16_utils(**DYNAMIC)[1].loss_scale == 2.0**16
     arguments = {"init_scale": 8.0, "scale_window": 2, "max_loss_scale": 16.0}
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    model, optimizer = of_fp16_utils(dynamic_loss_scale=True, dynamic_loss_args=arguments)
     scales = []
     for _ in range(5):
         run(model, optimizer, 1)
@@ -215,8 +221,7 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
     ids=["fp16_utils", "contrib", "contrib-static"],
 )
 def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, after, bad, caplog):
-    model = make_model()
-    optimizer = face(sgd(model.parameters()), **arguments)
+    model, optimizer = made(face, sgd, **arguments)
     before = tensors_of(model.parameters())
     optimizer.backward(loss_of(model, factor=bad))
     if face is FP16_Optimizer:
@@ -234,8 +239,7 @@ def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, 
 
 
 def test_a_static_scale_does_not_look():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=2.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=2.0)
     optimizer.backward(loss_of(model, factor=math.nan))
     optimizer.step()
     assert optimizer.overflow is False
@@ -322,8 +326,7 @@ def test_a_closure_that_overflows_at_every_scale_is_an_error():
 
 @pytest.mark.parametrize("name", ["set_grads_to_None", "set_to_none"])
 def test_zero_grad(name):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.backward(loss_of(model))
     everything = [*model.parameters(), *optimizer.all_fp32_from_fp16_params]
     optimizer.zero_grad()
@@ -334,8 +337,7 @@ def test_zero_grad(name):
 
 @pytest.mark.parametrize("norm_type", [2, math.inf], ids=["l2", "inf"])
 def test_clip_master_grads(norm_type):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=16.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=16.0)
     optimizer.backward(loss_of(model))
     grads = torch.cat([g.flatten() for g in grads_of(optimizer)])
     norm = optimizer.clip_master_grads(0.01, norm_type=norm_type)
@@ -345,8 +347,7 @@ def test_clip_master_grads(norm_type):
 
 
 def test_masters_that_are_changed_by_hand_go_to_the_model():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     with torch.no_grad():
         optimizer.all_fp32_from_fp16_params[0].fill_(1 / 3)
     optimizer._master_params_to_model_params()
@@ -370,8 +371,7 @@ def test_state_and_param_groups_are_those_of_the_optimizer():
 @pytest.mark.parametrize("arguments", [{"static_loss_scale": 8.0}, DYNAMIC], ids=["static", "dynamic"])
 @each_face
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments):
-    model = make_model()
-    optimizer = face(sgd(model.parameters()), **arguments)
+    model, optimizer = made(face, sgd, **arguments)
     run(model, optimizer)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     resumed = make_model()
@@ -388,7 +388,7 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments)
 
 
 def test_the_state_dict_has_apex_keys():
-    optimizer = FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC)
+    optimizer = of_fp16_utils(**DYNAMIC)[1]
     state = optimizer.state_dict()
     assert set(state) == {
         *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict"),
@@ -418,8 +418,7 @@ def saved_scaler(**attributes):
     ids=["apex.amp", "fp16_utils", "dict"],
 )
 def test_loss_scalers_of_all_ages_load(scaler):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler, "dynamic_loss_scale": True})
     assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (64.0, True)
     scales = []
@@ -431,22 +430,13 @@ def test_loss_scalers_of_all_ages_load(scaler):
 
 
 def test_masters_win_over_the_model_that_was_there():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     state = copy.deepcopy(optimizer.state_dict())
     state["fp32_from_fp16"][0][0].fill_(0.125)
     optimizer.load_state_dict(state)
     optimizer.update_master_grads()
     optimizer.step()
     assert torch.equal(model[0].weight, torch.full((4, 3), 0.125).half())
-
-
-def of_contrib(model, **arguments):
-    return contrib.FP16_Optimizer(contrib.FusedAdam(model.parameters()), **arguments)
-
-
-def of_fp16_utils(model, **arguments):
-    return FP16_Optimizer(sgd(model.parameters()), **arguments)
 
 
 BAD = {
@@ -476,8 +466,7 @@ BAD_OF_CONTRIB = {
     ids=[*BAD, *BAD_OF_CONTRIB],
 )
 def test_a_bad_checkpoint_changes_nothing(make, change, message):
-    model = make_model()
-    optimizer = make(model, **DYNAMIC)
+    model, optimizer = make(**DYNAMIC)
     run(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     for master in state["fp32_from_fp16" if make is of_fp16_utils else "fp32_groups"][0]:
@@ -495,23 +484,17 @@ def test_a_bad_checkpoint_changes_nothing(make, change, message):
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def made():
-    return FP16_Optimizer(sgd(make_model().parameters()))
-
-
+CANNOT = "cannot be pickled or copied: save its state_dict"
+NO_OPTIMIZER = "must be an optimizer to wrap, got"
 REFUSED = {
-    "pickle": (lambda: pickle.dumps(made()), RuntimeError, "cannot be pickled or copied: save its state_dict"),
-    "deepcopy": (lambda: copy.deepcopy(made()), RuntimeError, "cannot be pickled or copied: save its state_dict"),
+    "pickle": (lambda: pickle.dumps(of_fp16_utils()[1]), RuntimeError, CANNOT),
+    "deepcopy": (lambda: copy.deepcopy(of_fp16_utils()[1]), RuntimeError, CANNOT),
     "unpickle": (lambda: FP16_Optimizer.__new__(FP16_Optimizer).__setstate__({}), RuntimeError, "cannot be unpickled"),
-    "module": (lambda: FP16_Optimizer(nn.Linear(1, 1)), TypeError, "must be an optimizer to wrap, got Linear"),
-    "itself": (lambda: FP16_Optimizer(made()), TypeError, "must be an optimizer to wrap, got FP16_Optimizer"),
-    "loss": (lambda: made().backward(1.0), TypeError, "loss must be a tensor, got float"),
-    "state": (lambda: made().load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
-    "closure": (
-        lambda: of_contrib(make_model()).step(lambda: None),
-        NotImplementedError,
-        "takes no closure: use apex.fp16_utils.FP16_Optimizer",
-    ),
+    "module": (lambda: FP16_Optimizer(nn.Linear(1, 1)), TypeError, f"{NO_OPTIMIZER} Linear"),
+    "itself": (lambda: FP16_Optimizer(of_fp16_utils()[1]), TypeError, f"{NO_OPTIMIZER} FP16_Optimizer"),
+    "loss": (lambda: of_fp16_utils()[1].backward(1.0), TypeError, "loss must be a tensor, got float"),
+    "state": (lambda: of_fp16_utils()[1].load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
+    "closure": (lambda: of_contrib()[1].step(lambda: None), NotImplementedError, "takes no closure: use apex.fp16_uti"),
 }
 
 
@@ -552,7 +535,7 @@ def test_verbose_logs_what_is_taken(caplog):
     with caplog.at_level(logging.INFO, logger="ampctx"):
         FP16_Optimizer(sgd(make_model().parameters()), verbose=False)
         assert caplog.messages == []
-        FP16_Optimizer(sgd(make_model().parameters()))
+        of_fp16_utils()[1]
     assert caplog.messages == ["FP16_Optimizer: 4 parameters have fp32 masters"]
 
 
@@ -586,8 +569,7 @@ def test_its_backward_leaves_scaled_gradients_which_step_consumes():
 
 
 def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
-    model = make_model()
-    optimizer = of_contrib(model, **DYNAMIC, dynamic_loss_args={"init_scale": 4.0, "scale_window": 2})
+    model, optimizer = of_contrib(**DYNAMIC, dynamic_loss_args={"init_scale": 4.0, "scale_window": 2})
     scales = []
     for step in range(4):
         run(model, optimizer, steps=1)
@@ -595,7 +577,7 @@ def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
         assert optimizer.cur_iter == step + 1
     assert scales == [4.0, 8.0, 8.0, 16.0]
     assert (optimizer.last_overflow_iter, optimizer.scale_factor, optimizer.scale_window) == (-1, 2.0, 2)
-    default = of_contrib(make_model(), **DYNAMIC)
+    default = of_contrib(**DYNAMIC)[1]
     assert (default.cur_scale, default.scale_window) == (2.0**16, 1000)
     optimizer.cur_scale = 64.0
     assert optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 64.0
@@ -606,26 +588,25 @@ def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
 
 
 def test_its_state_dict_has_apex_keys_and_flat_masters_load():
-    model = make_model()
-    optimizer = of_contrib(model, **DYNAMIC)
+    model, optimizer = of_contrib(**DYNAMIC)
     run(model, optimizer)
     state = optimizer.state_dict()
     assert state.keys() == {
         *("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
         *("optimizer_state_dict", "fp32_groups"),
     }
-    static = of_contrib(make_model()).state_dict()
+    static = of_contrib()[1].state_dict()
     assert state.keys() - static.keys() == {"last_overflow_iter", "scale_factor", "scale_window"}
     masters = [m.clone() for m in state["fp32_groups"][0]]
     state["fp32_groups_flat"] = [torch.cat([m.flatten() for m in state.pop("fp32_groups")[0]])]
-    other = of_contrib(make_model(), **DYNAMIC)
+    other = of_contrib(**DYNAMIC)[1]
     other.load_state_dict(through_a_file(state))
     assert_same(tensors_of(other.fp32_groups[0]), masters)
 
 
 @pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads"])
 def test_what_apexs_class_has_not_is_not_there(name):
-    optimizer = of_contrib(make_model())
+    optimizer = of_contrib()[1]
     assert not hasattr(optimizer, name)
     with pytest.raises(AttributeError, match=f"has no {name}, as it unscales in step.*: give FusedAdam max_grad_norm"):
         getattr(optimizer, name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit import assert_same, each_copy, mlp, params_of, snapshot, start, train
 from kit import through_a_file as saved
-from optimizer_cases import BY_NAME, give, gradients, like, parameters, run, run_alike
+from optimizer_cases import BY_NAME, MODES, give, gradients, like, parameters, run, run_alike
 from torch import nn
 
 from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
@@ -24,11 +24,8 @@ KINDS = ["adam", "sgd", "lamb", "novograd", "lion", "mixed-lamb", "muon"]
 # Blocks that are full and others, rows that are whole blocks and others, channels_last, transposed, empty.
 SHAPES = [(3, 5), (), (0,), (1,), (63,), (64,), (65,), (3, 128), (2, 64, 3, 3), (5, 4), (5, 130)]
 DTYPES_OF_PARAMS = {
-    "fp32": (torch.float32, {}),
+    **{mode: MODES[mode] for mode in ("fp32", "masters", "split", "kahan")},
     "fp16": (torch.float16, {}),
-    "masters": (torch.float16, {"master_weights": True}),
-    "split": (torch.bfloat16, {"master_weights": "split"}),
-    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
     "stochastic": (torch.bfloat16, {"write_back": "stochastic"}),
 }
 
