@@ -5,8 +5,6 @@ The parameters are on the CPU here, so that copies take the place of streams.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from host_reads import OpCalls
@@ -241,31 +239,6 @@ def test_amp_counts_a_skip_and_names_its_gradients():
     assert outcome.skipped
     assert outcome.culprits[0].name == "0.weight"
     session.reset()
-
-
-@pytest.mark.parametrize("there", [None, "cpu"])
-def test_a_state_by_names_goes_both_ways(there):
-    def trained(offload, steps, state=None):
-        model, session = network(), AmpSession()
-        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights="split", offload=offload)
-        session.initialize(model, optimizer, opt_level="O5", master_weights=False, verbosity=0)
-        if state is not None:
-            session.set_state_dict(model, optimizer, state)
-        for loss, _ in losses_of(model, steps):
-            if loss.isfinite():
-                backward(session, loss, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-        found = snapshot(optimizer), copy.deepcopy(session.get_state_dict(model, optimizer))
-        session.reset()
-        return found
-
-    _, saved = trained(there, 4)
-    here = "cpu" if there is None else None
-    assert_same(trained(here, 3, saved)[0], trained(there, 3, saved)[0])
-    assert_same(
-        trained(there, 0)[1]["optim"]["0.weight"]["exp_avg"], trained(here, 0)[1]["optim"]["0.weight"]["exp_avg"]
-    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -234,32 +234,6 @@ def test_it_trains_like_fused_adam(scaled):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_state_by_names_resumes_to_the_bit():
-    def trained(steps, state=None):
-        torch.manual_seed(0)
-        model, session = nn.Linear(4, 4), AmpSession()
-        optimizer = SplitMasters(torch.optim.NAdam, model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level="O5", master_weights=False, verbosity=0)
-        if state is not None:
-            session.set_state_dict(model, optimizer, state)
-        for i in range(*steps):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
-            backward(session, model(x).float().square().mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [w.clone() for w in masters(optimizer)], states(optimizer)
-        tree = copy.deepcopy(session.get_state_dict(model, optimizer))
-        session.reset()
-        return found, tree
-
-    whole, _ = trained((0, 6))
-    _, tree = trained((0, 3))
-    resumed, _ = trained((3, 6), tree)
-    assert_same(resumed, whole)
-    assert tree["model"]["weight"].dtype == torch.float32
-    assert trained((0, 0))[1]["optim"]["weight"].keys() == tree["optim"]["weight"].keys()
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit import INF, assert_same, backward, batch, mlp, start, through_a_file, train
-from resumed_runs import KINDS
+from resumed_runs import KINDS as TORCHS_AND_OURS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, amp
-from ampctx.optimizers import FusedAdam
+from ampctx.optimizers import FusedAdam, SplitMasters
 from ampctx.weights.store import STORES, joined
 
+KINDS = {**TORCHS_AND_OURS, "SplitMasters": partial(SplitMasters, torch.optim.NAdam, lr=0.01)}
 KEPT_BY_OPTIMIZER = {"opt_level": "O5", "master_weights": False}
 
 
@@ -46,9 +47,11 @@ class Run:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_optimizer_resumes_bit_for_bit(name):
-    kept = name.removeprefix("FusedAdam-") in ("masters", "split", "kahan", "stochastic")
+    kept = name.removeprefix("FusedAdam-") in ("masters", "split", "kahan", "stochastic", "SplitMasters")
     options = KEPT_BY_OPTIMIZER if kept else {}
-    first = Run(name, **options).steps(0, 3)
+    fresh, first = Run(name, **options), Run(name, **options).steps(0, 3)
+    assert [s.keys() for s in fresh.get()["optim"].values()] == [s.keys() for s in first.get()["optim"].values()]
+    assert first.get()["model"]["0.weight"].dtype == torch.float32
     state = through_a_file(first.get())
     before = copy.deepcopy(state)
     second, heard = Run(name, seed=1, **options), []
@@ -58,6 +61,14 @@ def test_every_optimizer_resumes_bit_for_bit(name):
     assert heard == []
     assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
     assert_same(state, before)  # the run has its own tensors
+
+
+@pytest.mark.parametrize("saved_by", ["FusedAdam-split", "offload"])
+def test_state_goes_to_the_host_and_back(saved_by):
+    makes = {"FusedAdam-split": KINDS["FusedAdam-split"], "offload": partial(KINDS["FusedAdam-split"], offload="cpu")}
+    first = Run(makes.pop(saved_by), **KEPT_BY_OPTIMIZER).steps(0, 3)
+    second = Run(*makes.values(), seed=1, **KEPT_BY_OPTIMIZER).set(first.get())
+    assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4"])
