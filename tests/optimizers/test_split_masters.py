@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from kit import assert_same, backward, each_copy, params_of, through_a_file
+from kit import INF, assert_same, batch, each_copy, params_of, start, through_a_file, train
 from optimizer_cases import give, gradients, parameters
 from rank_processes import flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
-from ampctx.amp import AmpSession
 from ampctx.optimizers import FusedAdam, SplitMasters
 
 KINDS = {
@@ -193,45 +193,40 @@ def test_a_closure_is_evaluated_once():
 # --- with amp and a GradScaler ----------------------------------------------------------------------------------------
 
 
-def loop(make, scaled):
-    """20 steps, of which some overflow: the fp32 weights, and the number of skips."""
-    torch.manual_seed(0)
-    model, session = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), AmpSession()
-    if scaled == "scaler":
-        model.bfloat16()
-    optimizer = make(model.parameters())
-    scaler = ampctx.GradScaler("cpu", init_scale=2.0**10)
-    if scaled == "amp":
-        session.initialize(
-            model, optimizer, opt_level="O5", master_weights=False, loss_scale="dynamic", max_loss_scale=2.0**10,
-            verbosity=0,
-        )  # fmt: skip
-    skips = 0
-    for step in range(20):
-        x = torch.randn(16, 4).to(next(model.parameters()).dtype)
-        loss = model(x).float().square().mean() * (float("inf") if step % 7 == 3 else 1.0)
-        if scaled == "amp":
-            backward(session, loss, optimizer)
-            ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
-            optimizer.step()
-            skips = session.skipped_steps(optimizer)
-        else:
+MAKE = {
+    "SplitMasters": partial(SplitMasters, torch.optim.AdamW, chunk_bytes=64, lr=0.01, weight_decay=0.0),
+    "FusedAdam": partial(FusedAdam, lr=0.01, master_weights="split"),
+}
+OVERFLOW_AT = (3, 10, 17)
+
+
+def test_under_amp_it_trains_like_fused_adam(session):
+    found, options = [], {"master_weights": False, "loss_scale": "dynamic", "max_loss_scale": 2.0**10}
+    for make in MAKE.values():
+        model, optimizer = start(session, "O5", make, **options)
+        train(session, model, optimizer, 20, overflow_at=OVERFLOW_AT, max_norm=0.5)
+        assert session.skipped_steps(optimizer) == 3
+        found.append([w.detach().clone() for w in masters(optimizer)])
+        session.reset()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_grad_scaler_it_trains_like_fused_adam():
+    found = []
+    for make in MAKE.values():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).bfloat16()
+        optimizer, scaler, skips = make(model.parameters()), ampctx.GradScaler("cpu", init_scale=2.0**10), 0
+        for step in range(20):
+            loss = model(batch(step).bfloat16()).float().square().mean() * (INF if step in OVERFLOW_AT else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             skips += scaler.outcome(optimizer).skipped
             scaler.update()
-        optimizer.zero_grad()
-    found = [p for group in optimizer.param_groups_master for p in group["params"]]
-    session.reset()
-    return [*(w.detach().clone() for w in found), skips]
-
-
-@pytest.mark.parametrize("scaled", ["amp", "scaler"])
-def test_it_trains_like_fused_adam(scaled):
-    ours = loop(lambda p: SplitMasters(torch.optim.AdamW, p, chunk_bytes=64, lr=0.01, weight_decay=0.0), scaled)
-    theirs = loop(lambda p: FusedAdam(p, lr=0.01, master_weights="split"), scaled)
-    assert ours.pop() == theirs.pop() == 3
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            optimizer.zero_grad()
+        assert skips == 3
+        found.append([w.detach().clone() for w in masters(optimizer)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

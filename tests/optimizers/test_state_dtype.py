@@ -378,6 +378,15 @@ def test_with_a_grad_scaler_as_without():
     assert_same(*results)
 
 
+def test_what_is_kept_for_sets_of_parameters_is_bounded():
+    params = parameters(torch.float32, [(64,)] * 8)
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)
+    for chosen in range(1, 256):
+        give(params, [torch.ones(64) if chosen >> i & 1 else None for i in range(8)])
+        optimizer.step()
+    assert len(optimizer._numbers) <= 64
+
+
 @each_copy
 def test_copies_go_on_alike(copied):
     optimizer = make("adam", "mixed")
