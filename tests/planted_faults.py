@@ -167,7 +167,7 @@ FAULTS = [
     Fault(
         "the host goes by the flag of the first loss", "ampctx",
         "if join_flags(each, each[0].device).item() == 0:", "if each[0].item() == 0:",
-        f"{AMP}overflow.py",
+        "tests/apex/test_l0_scale_loss_calls.py",
     ),
     Fault(
         "joined flags are the last of them", "ampctx",

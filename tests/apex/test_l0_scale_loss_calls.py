@@ -155,6 +155,19 @@ def test_one_step_is_skipped_whatever_comes_before_it(level, make, between):
     assert same(weights(optimizer), [w - 0.125 for w in before])
 
 
+@dynamic_levels
+@each_make
+@pytest.mark.parametrize("bad", [0, 1], ids=["first", "second"])
+def test_an_overflow_of_either_loss_skips_the_step(level, make, bad):
+    model, optimizer = probe(level, make, num_losses=2)
+    before = weights(optimizer)
+    for loss_id in range(2):
+        backward(model, optimizer, INF if loss_id == bad else 1.0, loss_id=loss_id)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [4096.0 / (1 + (i == bad)) for i in range(2)]
+
+
 @pytest.mark.filterwarnings("error")
 @dynamic_levels
 @each_make

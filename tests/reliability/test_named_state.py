@@ -63,17 +63,19 @@ def test_every_optimizer_resumes_bit_for_bit(name):
     assert_same(state, before)  # the run has its own tensors
 
 
-@pytest.mark.parametrize("saved_by", ["FusedAdam-split", "offload"])
-def test_state_goes_to_the_host_and_back(saved_by):
-    makes = {"FusedAdam-split": KINDS["FusedAdam-split"], "offload": partial(KINDS["FusedAdam-split"], offload="cpu")}
-    first = Run(makes.pop(saved_by), **KEPT_BY_OPTIMIZER).steps(0, 3)
-    second = Run(*makes.values(), seed=1, **KEPT_BY_OPTIMIZER).set(first.get())
-    assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
+OFFLOAD = partial(TORCHS_AND_OURS["FusedAdam-split"], offload="cpu")
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4"])
-def test_every_level_resumes_bit_for_bit(level):
-    first, second = Run("Adam-plain", opt_level=level).steps(0, 3), Run("Adam-plain", seed=1, opt_level=level)
+@pytest.mark.parametrize(
+    ("saves", "loads", "options"),
+    [
+        *(("Adam-plain", "Adam-plain", {"opt_level": level}) for level in ("O0", "O1", "O2", "O3", "O4")),
+        ("FusedAdam-split", OFFLOAD, KEPT_BY_OPTIMIZER),
+        (OFFLOAD, "FusedAdam-split", KEPT_BY_OPTIMIZER),
+    ],
+)
+def test_every_level_and_place_of_state_resumes_bit_for_bit(saves, loads, options):
+    first, second = Run(saves, **options).steps(0, 3), Run(loads, seed=1, **options)
     second.set(first.get())
     assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
 
