@@ -14,7 +14,7 @@ pytest.importorskip("libcst")
 
 # Arguments with which a program in tests/apex/programs uses apex, and the lines that change.
 PROGRAMS = {
-    "full_names": ("--fp16", 4),
+    "full_names": ("", 4),
     "fused_optimizer": ("--fp16", 1),
     "imports_in_methods": ("", 3),
 }
