@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from amp_models import weights as stepped
 from ampctx_apex.checkpoints import (
     fp16_optimizer_entry,
     load_file,
@@ -51,10 +52,6 @@ def resume(content, model, optimizer):
     amp.load_state_dict(content["amp"])
     for p, saved in zip(amp.master_params(optimizer), content.get("master params", ())):  # noqa: B905 - may have none
         p.data.copy_(saved.data)
-
-
-def masters_of(optimizer):
-    return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
 # --- a checkpoint made by apex ----------------------------------------------------------------------------------------
@@ -183,7 +180,7 @@ def save(content, scaler, path, monkeypatch):
 
 
 def masters_by_group(model, optimizer, only_fp16):
-    ours = masters_of(optimizer)
+    ours = stepped(optimizer)
     return [[m for p, m in zip(model.parameters(), ours, strict=True) if p.dtype == torch.float16 or not only_fp16]]
 
 
@@ -217,7 +214,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     }
     path = tmp_path / "checkpoint.pt"
     save(content, saved_scaler, path, monkeypatch)
-    expected = masters_of(optimizer)
+    expected = stepped(optimizer)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     amp.reset()
 
@@ -226,7 +223,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     assert loaded["args"].lr == 0.1
     model.load_state_dict(loaded["model"])
     load_fp16_optimizer(optimizer, loaded["optimizer"])
-    assert_same(masters_of(optimizer), expected)
+    assert_same(stepped(optimizer), expected)
     assert_same(optimizer.state_dict()["state"], state)
     assert amp.state_dict() == SCALES
 
@@ -267,7 +264,7 @@ def test_contribs_fp16_optimizer_resumes(flat):
     loaded = through_a_file(content)
     model.load_state_dict(loaded["model"])
     load_fp16_optimizer(optimizer, loaded["optimizer"])
-    assert_same(masters_of(optimizer), masters[0])
+    assert_same(stepped(optimizer), masters[0])
     assert_same(optimizer.state_dict()["state"], expected)
     assert amp.state_dict() == SCALES
 

@@ -269,6 +269,12 @@ def test_errors_come_before_anything_changes():
     ):
         LARC(torch.optim.SGD([z], lr=0.1)).step()
 
+    odd, plain = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), parameters(shapes=[(3,)])[0]
+    plain.grad, odd.grad = torch.ones(3), torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises(AmpValueError, match=r"LARC requires float32.*\['params'\]\[1\] is torch.float8_e4m3fn"):
+        LARC(torch.optim.SGD([plain, odd], lr=0.1)).step()
+    assert torch.equal(plain.grad, torch.ones(3))
+
 
 def test_something_that_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="optimizer must be an optimizer to wrap, got int"):
