@@ -193,13 +193,6 @@ def test_optimizers_are_counted_each_by_itself(session):
     assert {loss_id for loss_id, _ in caught.value.scale_history} == {1}
 
 
-@both
-def test_off_by_default(session, make):
-    loop = make(session, "FusedAdam")
-    for _ in range(50):
-        assert loop.iterate(0, POISON).skipped
-
-
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [

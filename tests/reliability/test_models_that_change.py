@@ -376,18 +376,6 @@ def test_groups_edited_by_hand(session, level, name, delay):
 # --- weights that are loaded or edited --------------------------------------------------------------------------------
 
 
-@every_optimizer
-@every_level
-def test_weights_loaded_between_blocks_and_steps(session, level, name):
-    def part(model, _):
-        model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)})
-
-    def whole(model, _):
-        model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
-
-    Twins(session, level, name, "a", "b").play(BOTH, STEP, part, BOTH, whole, STEP, BOTH, STEP)
-
-
 @every_level
 def test_assigning_load_state_dict_is_refused(session, level):
     model, optimizer = under_amp(session, level, held="b")

@@ -13,9 +13,8 @@ from stepping import ON_DEVICE, ON_HOST, Loop, ScalerLoop, every_optimizer, few_
 from tape import Tape
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import ampctx
 from ampctx import AmpError, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
-from ampctx.amp import AmpSession, StepOutcome
+from ampctx.amp import AmpSession
 
 POISON = {"3.weight": INF}
 
@@ -431,9 +430,3 @@ def test_an_ema_and_a_counter_move_with_the_steps_alone(name, level, by):
     expected, *of_clean_run = run([(seed, {}) for seed in range(3)])
     assert counts == of_clean_run == [3, 3]
     assert_same(expected, tensors)
-
-
-def test_public_names():
-    assert ampctx.amp.outcome.__func__ is AmpSession.outcome
-    assert {"on_step", "on_skip", "outcome", "StepOutcome", "Culprit"} <= set(ampctx.amp.__all__)
-    assert StepOutcome().stepped

@@ -5,7 +5,6 @@ import copy
 import itertools
 import logging
 import pickle
-import random
 import warnings
 from collections import OrderedDict
 from functools import partial
@@ -127,52 +126,6 @@ def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session,
     for mine, theirs in ((twin, model), (twin_optimizer, optimizer), (other, session)):
         assert_same(mine.state_dict(), theirs.state_dict())
     other.reset()
-
-
-def _walk(seed, length):
-    """Two runs do the same; one of them is saved and goes on in a fresh process' objects, or in its own, on the way."""
-    draw = random.Random(seed)
-    cases = [case for case in CASES if case.level in ("O2", "O5", draw.choice(LEVELS))]
-    case = draw.choice(cases)
-    runs = [PlainRun(case, seed=0).fresh(), PlainRun(case, seed=0).fresh()]
-    best = None
-    for step in range(length):
-        action = draw.choice(["step", "step", "skip", "accumulate", "fresh", "same", "keep best", "load best"])
-        if action == "fresh":
-            run = PlainRun(case._replace(order=draw.choice(ORDERS)), seed=draw.randrange(9))
-            run.load(through_a_file(runs[1].saved()))
-            runs[1].session.reset()
-            runs[1] = run
-        elif action == "same":
-            content = through_a_file(runs[1].saved())
-            runs[1].iterations(step, step + 2)
-            runs[1].case = case._replace(order=draw.choice(ORDERS))
-            runs[1].load(content)
-        elif action == "keep best":
-            # Entries that are not 16-bit alias the run, as in torch.
-            best = [through_a_file(run.saved()["model"]) for run in runs]
-        elif action == "load best" and best is not None:
-            for run, state in zip(runs, best, strict=True):
-                run.model.load_state_dict(state)
-        else:
-            for run in runs:
-                if action == "accumulate":
-                    run.block(run.loss(step, 1), delay_unscale=True)
-                run.iterations(step, step + 1, overflow_at=step if action == "skip" else None)
-        assert_same(runs[1].everything(), runs[0].everything(), f"{case} {step} {action}")
-    for run in runs:
-        run.session.reset()
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_walks_of_saving_and_loading(seed):
-    _walk(seed, 15)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 300))
-def test_longer_random_walks_of_saving_and_loading(seed):
-    _walk(seed, 40)
 
 
 # --- what a model's state dict shows ----------------------------------------------------------------------------------

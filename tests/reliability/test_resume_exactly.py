@@ -15,7 +15,6 @@ AFTER_THE_STEP = [
     for level in LEVELS
     if (name not in BY_ITSELF or level == "O3") and (level, name) != UNUSABLE
 ]
-A_HUNDRED_LOSSES = [case._replace(losses=100) for case in AFTER_THE_STEP]
 IN_THE_MIDDLE = [
     Case(level, name, moment, losses=8)
     for moment in MOMENTS[1:]
@@ -65,12 +64,6 @@ def assert_resumed(results, case):
 
 def ids(case):
     return "-".join([*case[:3], *case.order]).replace(" ", "_")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", A_HUNDRED_LOSSES, ids=ids)
-def test_a_hundred_losses_and_all_state_are_the_same(results, case):
-    assert_resumed(results, case)
 
 
 @pytest.mark.full(but=8)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
-from kit import assert_same, backward, batch, every_level, mlp, start, through_a_file, train
+from kit import assert_same, backward, batch, every_level, mlp, start, through_a_file
 
 from ampctx import AmpSession, clip_grad_norm_
 from ampctx.optimizers import FusedAdam
@@ -139,28 +139,6 @@ def test_going_back_within_a_process(level):
         again.append(run.finish(step))
     assert again == losses
     run.session.reset()
-
-
-def test_parameters_that_were_unfrozen():
-    """The masters of a resumed run are there for what trains when it is loaded, and what was frozen can be unfrozen."""
-
-    def started(seed):
-        session, model = AmpSession(), mlp(seed)
-        model[0].requires_grad_(False)
-        return session, *start(session, "O2", "FusedAdam", model)
-
-    run = started(0)
-    train(*run, 2)
-    run[1][0].requires_grad_(True)
-    train(*run, 2)
-    content = through_a_file([run[1].state_dict(), run[2].state_dict(), run[0].state_dict(masters=True)])
-    resumed = started(1)
-    resumed[1][0].requires_grad_(True)
-    for part, state in zip((resumed[1], resumed[2], resumed[0]), content, strict=True):
-        part.load_state_dict(state)
-    assert train(*resumed, 4) == train(*run, 4)
-    for session in (run[0], resumed[0]):
-        session.reset()
 
 
 def started_with_two_losses(make="SGD-plain"):
