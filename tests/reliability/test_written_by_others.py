@@ -1,6 +1,5 @@
 """Masters and weights that other code than the step writes: schedules that swap weights, averages, edits, loads."""
 
-
 import pytest
 import torch
 from kit import LOW, backward, loss_of, params_of, start, train
