@@ -205,26 +205,15 @@ def test_what_was_accumulated_before_is_kept_or_refused(make_training, level, ki
     assert number > 1
 
 
-class _Raises(torch.autograd.Function):
-    """Raises in backward, in the thread that autograd runs it in."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.error
-
-
 ERRORS = [KeyboardInterrupt("^C"), torch.OutOfMemoryError("out of memory"), RuntimeError("CUDA error")]
 
 
+@pytest.mark.full(but=36)
+@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @every_kind
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_body_may_raise_at_any_parameter(make_training, level, kind, error):
+@every_level
+def test_backward_may_raise_at_any_parameter(make_training, level, kind, error, delay):
     """A gradient hook of each parameter raises in its turn, when some gradients are there and others are not."""
     never, _ = references(make_training, level, kind)
     for i in range(6):
@@ -233,27 +222,14 @@ def test_the_body_may_raise_at_any_parameter(make_training, level, kind, error):
             def hook(grad):
                 raise error
 
+            if delay:
+                training.block(5, delay_unscale=True)
             handle = list(training.model.parameters())[i].register_hook(hook)
             with pytest.raises(type(error)):
                 second()
             handle.remove()
 
         assert same(interrupted(make_training, level, kind, fault), never)
-
-
-@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
-@every_level
-def test_backward_may_raise(make_training, level, delay):
-    never, _ = references(make_training, level, "plain")
-
-    def fault(training, second):
-        if delay:
-            training.block(5, delay_unscale=True)
-        loss = _Raises.apply(training.loss(2), KeyboardInterrupt("^C"))
-        with pytest.raises(KeyboardInterrupt), training.session.scale_loss(loss, training.optimizer) as scaled:
-            scaled.backward()
-
-    assert same(interrupted(make_training, level, "plain", fault), never)
 
 
 @pytest.mark.parametrize("after", [0.002, 0.004, 0.008])

@@ -491,25 +491,6 @@ def test_a_block_and_clipping_are_one_collective():
 
 
 @on_ranks(2)
-def test_gradients_on_one_rank_alone():
-    """After the block the last rank alone keeps its parts of the gradients."""
-    model = fully_sharded()
-    loop = Loop(model, "FusedAdam", "O0").run(last=1)
-    loop.optimizer.zero_grad()
-    loop.backward(loop.loss(1))
-    if RANK < RANKS - 1:
-        loop.optimizer.zero_grad()
-    parts = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    expected = sum(all_ranks(sum(part.double().square().sum().item() for part in parts))) ** 0.5
-    before = weights(model)
-    loop.step()
-    loop.end()
-    assert abs(loop.norms[-1] / expected - 1) < EXACT
-    assert loop.moved == [True, True]
-    assert distance(before, weights(model)) > 0
-
-
-@on_ranks(2)
 def test_a_flag_waits_for_the_next_block_or_for_a_state():
     """Ranks agree on the overflow of a first block at the next one, or when the state with masters is asked for."""
     model = fully_sharded()
