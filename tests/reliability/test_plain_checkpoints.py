@@ -2,7 +2,6 @@
 fp32 masters, and loading fp32 values sets them."""
 
 import copy
-import itertools
 import logging
 import pickle
 import warnings
@@ -12,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, assert_same, backward, loss_of, through_a_file, train
+from kit import assert_same, backward, loss_of, through_a_file, train
 from kit import start as start_with
-from resumed_runs import BY_ITSELF, KINDS, ORDERS, UNUSABLE, Case, Run
+from resumed_runs import KINDS, ORDERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -22,52 +21,6 @@ from ampctx import AmpError, AmpSession
 from ampctx.optimizers import FusedAdam, FusedSGD
 
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
-
-
-class PlainRun(Run):
-    """Saves what a script around apex saves."""
-
-    def saved(self):
-        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.session}
-        return {name: part.state_dict() for name, part in parts.items()}
-
-    def iterations(self, first, last, overflow_at=None):
-        losses = []
-        for step in range(first, last):
-            loss = self.loss(step) * (torch.inf if step == overflow_at and self.dynamic else 1.0)
-            losses.append(self.block(loss))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return losses
-
-    def everything(self):
-        masters = [p.detach().clone() for p in self.session.master_params(self.optimizer)]
-        return copy.deepcopy({**self.saved(), "masters": masters, "weights": list(self.model.parameters())})
-
-
-CASES = [
-    Case(level, name, order=order)
-    for (level, name), order in zip(itertools.product(LEVELS, KINDS), itertools.cycle(ORDERS), strict=False)
-    if (name not in BY_ITSELF or level == "O3") and (level, name) != UNUSABLE
-]
-
-
-@pytest.mark.full(but=16)
-@pytest.mark.parametrize("when", ["after a step", "after a skip"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([*c[:2], *c.order]))
-def test_the_three_states_resume_bit_for_bit(case, when):
-    run, resumed = PlainRun(case, seed=0).fresh(), PlainRun(case, seed=1)
-    run.iterations(0, 4, overflow_at=3 if when == "after a skip" else None)
-    assert run.session.skipped_steps(run.optimizer) == (when == "after a skip" and run.dynamic)
-    resumed.load(through_a_file(run.saved()))
-    assert_same(resumed.everything(), run.everything())
-    assert resumed.iterations(4, 10, overflow_at=6) == run.iterations(4, 10, overflow_at=6)
-    assert_same(resumed.everything(), run.everything())
-    run.session.reset()
-    resumed.session.reset()
 
 
 def tower(seed=0):

@@ -74,10 +74,10 @@ def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
 
 
 def optimizer(kind: str) -> SimpleNamespace:
-    """``flag``: the next step is skipped. ``checked``, ``stepped``: a block has checked gradients since the last step,
-    a step has left some. ``window``: the loss of the latest delayed block. ``open``: how many blocks are.
-    ``outcomes``: whether each step was skipped."""
-    flags = dict.fromkeys(("flag", "checked", "stepped"), False)
+    """``flag``: the next step is skipped. ``checked``, ``stepped``, ``failed``: a block has checked gradients since the
+    last step, a step has left some, a step has raised: its flag stays until the gradients are zeroed. ``window``: the
+    loss of the latest delayed block. ``open``: how many blocks are. ``outcomes``: whether each step was skipped."""
+    flags = dict.fromkeys(("flag", "checked", "stepped", "failed"), False)
     return SimpleNamespace(kind=kind, window=None, open=0, outcomes=[], **flags)
 
 
@@ -353,6 +353,8 @@ class Training(RuleBasedStateMachine):
         for p in self.members(i).values():
             p.grad = None if to_none or p.grad is None else torch.zeros_like(p.grad)
             p.plain = p.window = None
+        if opt.failed:
+            opt.flag = opt.checked = opt.failed = False
         opt.window, opt.stepped = None, False
 
     def zero_all(self):
@@ -413,6 +415,7 @@ class Training(RuleBasedStateMachine):
         if spec.fails:
             with pytest.raises(Boom):
                 self.optimizers[i].step(closure)
+            self.opts[i].failed = True
         else:
             self.optimizers[i].step(closure)
             self.end_step(i)
@@ -438,7 +441,7 @@ class Training(RuleBasedStateMachine):
             (update or self.update)(i)
         for p in members.values():
             p.grad = None if p.has_master else p.grad
-        opt.flag = opt.checked = False
+        opt.flag = opt.checked = opt.failed = False
         opt.stepped = True
         opt.outcomes += [skipped] if update is None or skipped else []
         return skipped
