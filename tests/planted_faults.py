@@ -200,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         "gradients of a plain backward are not checked", "ampctx",
-        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{ROWS}outcome_of_each_step.py",
+        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{ROWS}state_machine.py",
     ),
     Fault(
         "gradients that a skipped step left are not checked", "ampctx",

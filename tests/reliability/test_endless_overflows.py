@@ -228,23 +228,6 @@ def test_a_pickled_grad_scaler_keeps_the_limit():
 # --- gradients that a skipped step leaves behind ----------------------------------------------------------------------
 
 
-@few_levels
-@every_optimizer
-def test_gradients_of_a_skipped_step_that_nobody_zeroes(session, name, level):
-    """What the next block adds to them is not finite either; masters start anew at each step."""
-    loop = Loop(session, name, level)
-    loop.iterate()
-    before = loop.values()
-    for seed in range(3):
-        loop.backward(seed, {"1.weight": INF} if seed == 0 else ())
-        loop.optimizer.step()
-        assert session.outcome(loop.optimizer).overflowed == (0,)
-    assert_same(before, loop.values())
-    loop.optimizer.zero_grad()
-    assert loop.iterate().stepped
-    assert all(p.isfinite().all() for p in loop.model.parameters())
-
-
 @pytest.mark.parametrize("delay_unscale", [False, True])
 @pytest.mark.parametrize("name", ["FusedSGD", "SGD-plain"])
 def test_what_is_left_of_a_parameter_that_the_next_loss_does_not_reach(session, name, delay_unscale):
@@ -275,17 +258,7 @@ def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
     assert torch.equal(table.weight, before)
 
 
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD-plain"])
-def test_a_clean_loss_is_not_blamed_for_one_before_in_the_same_step(session, name):
-    loop = Loop(session, name, num_losses=2)
-    loop.backward(0, {"3.weight": INF})
-    loop.backward(1, loss_id=1)
-    loop.optimizer.step()
-    assert session.outcome(loop.optimizer).overflowed == (0,)
-    assert [scale.value() for scale in session.loss_scales] == [32768.0, 65536.0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@few_levels
 @every_optimizer
 def test_a_step_again_after_a_skipped_one(session, name, level):
     """BatchNorm has no masters at O2. The flag that was raised is used up, the gradients are there still."""
@@ -309,15 +282,3 @@ def test_a_step_again_after_a_skipped_one(session, name, level):
         loss_of(loop.model, 1).backward()
     loop.optimizer.step()
     assert session.outcome(loop.optimizer).stepped
-
-
-def test_a_step_again_after_one_that_was_taken(session):
-    loop = Loop(session, "SGD-plain")
-    loop.backward()
-    moved = []
-    for _ in range(2):
-        before = loop.values()
-        loop.optimizer.step()
-        assert session.outcome(loop.optimizer).stepped
-        moved.append(not torch.equal(before[0], loop.values()[0]))
-    assert moved == [True, True]

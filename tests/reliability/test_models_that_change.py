@@ -163,16 +163,6 @@ def test_a_grad_scaler_that_has_not_stepped_refuses_to_update_as_before():
 
 @every_optimizer
 @every_level
-@delayed
-def test_freezing_and_unfreezing_between_the_blocks_of_a_step(session, level, name, delay):
-    twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["b"].requires_grad_(False))
-    for round_ in range(3):
-        twins.play({"delay": delay, "a": 1.0}, trains("b", True), {"delay": delay, "a": 0.5, "b": 1.0})
-        twins.play(trains("c", False), {"a": 0.5, "b": 0.25 * round_}, STEP, trains("c", True), trains("b", False))
-
-
-@every_optimizer
-@every_level
 def test_unfrozen_within_the_block(session, level, name):
     twins = Twins(session, level, name, "a", "b", prepare=lambda m: m["b"].requires_grad_(False))
     twins.plain["b"].requires_grad_(True)
@@ -255,28 +245,6 @@ def test_a_group_that_is_refused_changes_nothing(session, level, name, other):
     second.add_param_group({"params": [model["b"]]})
     step(session, model, second, b=1.0)
     assert model["b"].eq(6.875).all()
-
-
-@every_optimizer
-@every_level
-@pytest.mark.parametrize("at_once", [False, True], ids=["", "at once"])
-def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name, at_once):
-    """With its momentum, and with the bits of its master that the model's weight does not have."""
-    twins = Twins(session, level, name, "a", "b")
-
-    def leave(_, optimizer):
-        del optimizer.param_groups[0]["params"][1]
-
-    def come_back(model, optimizer):
-        optimizer.add_param_group({"params": [model["b"]], "lr": 2.0**-12})
-
-    twins.play(BOTH, STEP, BOTH, STEP, leave, *([] if at_once else [{"a": 1.0}, STEP]), come_back)
-    for _ in range(3):
-        twins.backward(a=1.0, b=1.0)
-        twins.step(compares=False)
-    stepped = [p for group in twins.optimizer.param_groups for p in group["params"]]
-    assert [torch.equal(p, q) for p, q in zip(stepped, twins.plain.weights.values(), strict=True)] == [True, True]
-    assert torch.equal(twins.model["b"], stepped[1].to(twins.model["b"].dtype))
 
 
 @every_optimizer

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import INF, NAN, OPTIMIZERS, assert_same, backward, loss_of, with_plans
+from kit import INF, NAN, assert_same, backward, loss_of, with_plans
 from stepping import ON_DEVICE, ON_HOST, Loop, ScalerLoop, every_optimizer, few_levels, network, one_of_each
 from tape import Tape
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -150,74 +150,6 @@ def test_the_norm_of_the_finite_check(session):
 
 
 # --- several optimizers and losses ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("names", [("FusedAdam", "SGD-plain"), ("AdamW-fused", "FusedSGD")], ids=" ".join)
-def test_two_optimizers_two_losses(session, names, level):
-    """As of a GAN: each optimizer has the outcome of its own step."""
-    models = [network(0), network(1)]
-    both = [OPTIMIZERS[name](m.parameters()) for name, m in zip(names, models, strict=True)]
-    session.initialize(models, both, opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0)
-    plan = [(None, None), (INF, None), (None, INF), (INF, INF), (None, None)]
-    for seed, bad in enumerate(plan):
-        before = [m[0].weight.detach().clone() for m in models]
-        for i, (model, optimizer) in enumerate(zip(models, both, strict=True)):
-            with session.scale_loss(loss_of(model, seed), optimizer, loss_id=i) as scaled:
-                scaled.backward()
-                if bad[i]:
-                    model[3].bias.grad[0] = bad[i]
-        for optimizer in both:
-            optimizer.step()
-        moved = [not torch.equal(b, m[0].weight) for b, m in zip(before, models, strict=True)]
-        outcomes = [session.outcome(optimizer) for optimizer in both]
-        assert [o.stepped for o in outcomes] == moved == [b is None for b in bad]
-        assert [o.overflowed for o in outcomes] == [() if b is None else (i,) for i, b in enumerate(bad)]
-        for optimizer in both:
-            optimizer.zero_grad()
-    assert [list(o.scales) for o in outcomes] == [[0], [1]]
-    assert [o.scale for o in outcomes] == [16384.0, 16384.0]
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "SGD-plain"])
-def test_two_losses_one_optimizer(session, name):
-    loop = Loop(session, name, "O2", num_losses=3)
-    loop.backward(0, POISON, loss_id=1)
-    loop.backward(1, loss_id=2)
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.overflowed, outcome.scales, outcome.scale) == ((1,), {1: 65536.0, 2: 65536.0}, 65536.0)
-    loop.backward(2, loss_id=1)
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.stepped, outcome.scales) == (True, {1: 32768.0})
-
-
-@one_of_each
-def test_delayed_blocks(session, name):
-    """The verdict on several backward passes is one; also that of a window that the step closes."""
-    loop = Loop(session, name, "O2")
-    for poison in ({}, POISON):
-        for last in (False, True):
-            loss = loss_of(loop.model, 0)
-            with session.scale_loss(loss, loop.optimizer, delay_unscale=not last or bool(poison)) as scaled:
-                scaled.backward()
-                for key, value in poison.items():
-                    loop.model.get_parameter(key).grad.view(-1)[0] = value
-        loop.optimizer.step()
-        outcome = session.outcome(loop.optimizer)
-        assert (outcome.stepped, outcome.scales) == (not poison, {0: 65536.0})
-        loop.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "SGD-plain"])
-def test_a_plain_backward(session, name):
-    loop = Loop(session, name, "O2")
-    loss_of(loop.model, 0).backward()
-    loop.model[3].weight.grad[0, 0] = INF
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.skipped, outcome.overflowed, outcome.scale) == (True, (-1,), None)
 
 
 def test_a_flag_that_somebody_else_has_set(session):

@@ -102,23 +102,6 @@ def test_two_optimizers_after_their_steps(level, calls):
         assert "loss_scales" not in content["amp"]["optimizers"][1]
 
 
-@every_level
-def test_saving_changes_nothing(level):
-    """A run that is saved again and again goes as one that is not."""
-    quiet, watched = Pair(level, "one", seed=0), Pair(level, "one", seed=0)
-    losses = []
-    for run in (quiet, watched):
-        for step in range(4):
-            run.begin(step)
-            if run is watched:
-                run.session.state_dict(masters=True)
-            losses.append(run.finish(step))
-            if run is watched:
-                run.session.state_dict(masters=True)
-    assert losses[:4] == losses[4:]
-    assert_same(watched.rest(), quiet.rest())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_going_back_within_a_process(level):
     """A state loaded into a run that has gone on, and left gradients, windows and latches behind."""
@@ -153,21 +136,6 @@ def block_of(run, loss_id, factor=1.0):
 def load(run, source):
     for part, theirs in zip(run, source, strict=True):
         part.load_state_dict(through_a_file(theirs.state_dict(**({"masters": True} if part is run[0] else {}))))
-
-
-def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
-    source, run = started_with_two_losses(), started_with_two_losses()
-    for scale, value in zip(source[0].loss_scales, (512.0, 64.0), strict=True):
-        scale.set(value)
-    block_of(source, 0, torch.inf)
-    block_of(run, 1)  # makes way for what is loaded
-    load(run, source)
-    for each in (source, run):
-        block_of(each, 1)
-        each[2].step()
-        outcome = each[0].outcome(each[2])
-        assert (outcome.scales, outcome.scale, outcome.overflowed) == ({0: 512.0, 1: 64.0}, 512.0, (0,))
-        each[0].reset()
 
 
 def test_loading_ends_what_an_interrupted_block_has_left_incomplete():

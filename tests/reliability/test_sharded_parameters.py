@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import ampctx
 from ampctx import AmpError, AmpRankError, clip_grad_norm_, multi_tensor_applier, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels.sharding import groups_of
@@ -209,27 +208,6 @@ def test_o2_and_o5_of_a_sharded_model_are_a_policy_and_o0(api, kind):
     assert distance(found, expected) == distance(by_policy, expected) == 0
     assert 0 < distance(found, train_by(fully_sharded(), kind, "O0")[1]) < 0.1
     assert all(other == figures for other in all_ranks(figures)) or api == "O2"
-
-
-def with_norms() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-    return nn.Sequential(*layers)
-
-
-@on_ranks(2)
-def test_modules_in_fp32_are_units_of_their_own():
-    """BatchNorm and a ``keep_fp32`` module: units of ampctx's making, and units by hand."""
-    by_us = ampctx.distributed.fully_shard(with_norms(), "O5", mesh=flat_mesh(), units=nn.Linear, keep_fp32="4")
-    by_hand = with_norms()
-    for layer in (*by_hand[0:2], *by_hand[3:], by_hand):
-        fully_shard(layer, mesh=flat_mesh())
-    seen = set()
-    for layer in (1, 4):
-        by_us[layer].register_forward_hook(lambda module, args, output: seen.add(module.weight.dtype))
-    figures, found = train_by(by_us, "FusedAdam", "O5", keep_fp32="4")
-    expected, others = train_by(by_hand, "FusedAdam", "O5", keep_fp32="4")
-    assert (figures, distance(found, others), seen) == (expected, 0, {torch.float32})
 
 
 @pytest.mark.full
