@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import INF, NAN, OPTIMIZERS, assert_same, start
+from kit import INF, NAN, assert_same, start
 from torch import nn
 
 from ampctx import AmpError, optimizers
@@ -273,25 +273,6 @@ def test_every_evaluation_sees_the_rounded_masters_and_gives_its_own_gradients(s
             assert torch.equal(mine.grad.float(), grad)
     for p, master in zip(training.model.parameters(), session.master_params(training.optimizer), strict=True):
         assert torch.equal(p, master.to(dtype))
-
-
-@pytest.mark.parametrize("name", ["Adam-foreach", "SGD-plain", "AdamW-fused", "FusedAdam", "FusedSGD"])
-@all_levels
-def test_a_step_with_a_closure_is_the_step_without(session, level, name):
-    found = []
-    for with_closure in (True, False):
-        training = Training(session, level, partial(OPTIMIZERS[name], lr=0.05))
-        for i in range(6):
-            training.faults = {i + 1: INF if i == 3 else 1.0}
-            if with_closure:
-                training.optimizer.step(training.closure)
-            else:
-                training.closure()
-                training.optimizer.step()
-            assert session.outcome(training.optimizer).skipped == (i == 3)
-        found.append(training.everything())
-        session.reset()
-    assert_same(*found)
 
 
 # --- overflows --------------------------------------------------------------------------------------------------------

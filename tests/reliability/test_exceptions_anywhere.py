@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at, refusal
-from kit import INF, OPTIMIZERS, backward, every_level, loss_of, start
+from kit import OPTIMIZERS, backward, every_level, loss_of, start
 from torch import nn
 
 from ampctx.amp import AmpSession, GradScaler
@@ -322,61 +322,6 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
 
 
 # --- step -------------------------------------------------------------------------------------------------------------
-
-
-@every_kind
-@every_level
-def test_a_hook_before_the_step_may_raise(make_training, level, kind):
-    """The weights and the optimizer are as if the step had not been called."""
-
-    def fault(training, second):
-        second()
-        with step_raises(training.optimizer):
-            training.optimizer.step()
-
-    _, whole = references(make_training, level, kind)
-    assert same(interrupted(make_training, level, kind, fault), whole)
-
-
-@pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
-@every_level
-def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
-    """It counts where the step is tried again, and goes with its gradients where they are zeroed."""
-
-    def overflowed():
-        training = make_training(level, kind)
-        training.iterate(1)
-        training.optimizer.zero_grad()
-        backward(training.session, training.loss(2) * INF, training.optimizer)
-        with step_raises(training.optimizer):
-            training.optimizer.step()
-        return training
-
-    again = overflowed()
-    before = again.state()[0]
-    again.optimizer.step()
-    assert equal(again.state()[0], before)
-    assert again.session.skipped_steps(again.optimizer) == 1
-    again.session.reset()
-
-    training = overflowed()
-    before = training.model[0].weight.detach().clone()
-    training.iterate(3)
-    assert not torch.equal(training.model[0].weight, before)
-    assert training.session.skipped_steps(training.optimizer) == 0
-
-
-@every_kind
-@every_level
-def test_a_hook_after_the_step_may_raise(make_training, level, kind):
-    """The step counts: the model has the new weights."""
-    training, reference = make_training(level, kind), make_training(level, kind)
-
-    training.block(1)
-    with step_raises(training.optimizer, "register_step_post_hook"):
-        training.optimizer.step()
-    reference.iterate(1)
-    assert same(finished(training), finished(reference))
 
 
 class HalfSGD(torch.optim.SGD):
