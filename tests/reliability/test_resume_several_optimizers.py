@@ -102,28 +102,6 @@ def test_two_optimizers_after_their_steps(level, calls):
         assert "loss_scales" not in content["amp"]["optimizers"][1]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_going_back_within_a_process(level):
-    """A state loaded into a run that has gone on, and left gradients, windows and latches behind."""
-    run = Pair(level, "one", seed=0)
-    for step in range(2):
-        run.begin(step)
-        run.finish(step)
-    content = through_a_file(run.saved())
-    losses = []
-    for step in range(2, 6):
-        run.begin(step)
-        losses.append(run.finish(step))
-    run.begin(5)  # overflows
-    run.load(content)
-    again = []
-    for step in range(2, 6):
-        run.begin(step)
-        again.append(run.finish(step))
-    assert again == losses
-    run.session.reset()
-
-
 def started_with_two_losses(make="SGD-plain"):
     session = AmpSession()
     return session, *start(session, "O1", make, num_losses=2)

@@ -663,23 +663,21 @@ class Training(RuleBasedStateMachine):
         }
         flags = [(opt.flags, opt.scales if masters else None) for opt in self.opts]
         reference = copy.deepcopy((self.params, flags, self.scales))
-        self.kept = through_a_file(states), reference, self.layout_now
+        self.kept = through_a_file(states), masters, reference, self.layout_now
 
     @precondition(lambda self: self.kept)
     @rule(order=st.permutations(["model", "amp", "optimizer0", "optimizer1"]), anew=st.booleans())
     def load(self, order, anew):
-        states, reference, layout = self.kept
+        states, has_masters, reference, layout = self.kept
         if not anew and (self.out or layout != self.layout_now):
             return
-        if any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales):
-            anew = True
-        self.zero_all()
+        if not has_masters:  # nor flags, and gradients stay
+            anew |= any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales)
+            self.zero_all()
         params, of_optimizers, scales = copy.deepcopy(reference)
         if anew:
             self.session.reset()
             self.params, self.layout = copy.deepcopy(params), copy.deepcopy(layout[0])
-            for p in self.params.values():
-                p.grad = p.plain = p.window = None
             self.build()
             self.initialize()
         for name in order:
@@ -688,10 +686,11 @@ class Training(RuleBasedStateMachine):
             target.load_state_dict(copy.deepcopy(states[name]))
         for n, p in self.params.items():
             p.value, p.state = params[n].value, params[n].state
+            p.grad = p.plain = p.window = None
             self.model.get_parameter(n).requires_grad_(not p.frozen)
         self.scales = scales
         for opt, (flags, scales) in zip(self.opts, of_optimizers, strict=True):
-            opt.flags, opt.checked, opt.stepped = flags, False, False
+            opt.flags, opt.checked, opt.stepped, opt.window = flags, False, False, None
             opt.scales = opt.scales if scales is None else scales
 
     @precondition(lambda self: not self.by_optimizer and not self.out)
