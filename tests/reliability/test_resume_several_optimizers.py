@@ -111,11 +111,6 @@ def block_of(run, loss_id, factor=1.0):
     backward(run[0], run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id)
 
 
-def load(run, source):
-    for part, theirs in zip(run, source, strict=True):
-        part.load_state_dict(through_a_file(theirs.state_dict(**({"masters": True} if part is run[0] else {}))))
-
-
 def test_loading_ends_what_an_interrupted_block_has_left_incomplete():
     def made():
         run = started_with_two_losses()
