@@ -409,7 +409,7 @@ FAULTS = [
     ),
     Fault(
         "state that torch makes is a step of the run", "ampctx",
-        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state.py",
+        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state_on_ranks.py",
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",
