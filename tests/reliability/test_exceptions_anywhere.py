@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at, refusal
-from kit import OPTIMIZERS, assert_same, backward, every_level, loss_of, start
+from kit import INF, OPTIMIZERS, assert_same, backward, every_level, loss_of, start
 from stepping import ScalerLoop
 from torch import nn
 
@@ -324,6 +324,34 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
 
 
 # --- step -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
+@every_level
+def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
+    """It counts where the step is tried again, and goes with its gradients where they are zeroed."""
+
+    def overflowed():
+        training = make_training(level, kind)
+        training.iterate(1)
+        training.optimizer.zero_grad()
+        backward(training.session, training.loss(2) * INF, training.optimizer)
+        with step_raises(training.optimizer):
+            training.optimizer.step()
+        return training
+
+    again = overflowed()
+    before = again.state()[0]
+    again.optimizer.step()
+    assert equal(again.state()[0], before)
+    assert again.session.skipped_steps(again.optimizer) == 1
+    again.session.reset()
+
+    training = overflowed()
+    before = training.model[0].weight.detach().clone()
+    training.iterate(3)
+    assert not torch.equal(training.model[0].weight, before)
+    assert training.session.skipped_steps(training.optimizer) == 0
 
 
 class HalfSGD(torch.optim.SGD):
