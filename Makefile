@@ -60,8 +60,7 @@ sanitize: $(VENV)/test.done
 # What takes too long for each change: the sanitizers, minutes of wrong calls, many more examples for the properties.
 test-hard: sanitize
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
-	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py
-	$(PY) tests/reliability/soak.py --iterations 10000 --seed 0
+	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
 
 lint: $(VENV)/lint.done
 	$(PY) -m ruff check .

@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "gradients of a plain backward are not checked", "ampctx",
-        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{ROWS}outcome_of_each_step.py",
+        "if any(scale.dynamic for scale in self.loss_scales):", "if False:", f"{ROWS}state_machine.py",
     ),
     Fault(
         "gradients that a skipped step left are not checked", "ampctx",
@@ -423,7 +423,7 @@ FAULTS = [
     ),
     Fault(
         "state that torch makes is a step of the run", "ampctx",
-        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state.py",
+        "if CHECKPOINT in sys.modules and", "if False and", f"{ROWS}named_state_on_ranks.py",
     ),
     Fault(
         "state that was made up for a checkpoint is loaded", "ampctx",

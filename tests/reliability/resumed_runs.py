@@ -37,12 +37,7 @@ BY_ITSELF = ("FusedAdam-masters", "FusedAdam-split", "FusedAdam-kahan", "FusedAd
 # torch's own fused SGD (2.13) steps fp16 parameters on the CPU from memory that nobody wrote: no two runs agree.
 UNUSABLE = ("O3", "SGD-fused")
 # Where in an iteration the run is saved.
-MOMENTS = (
-    "after the step",
-    "before the first block",
-    "found_inf set",
-    "found_inf deferred",
-)
+MOMENTS = ("after the step", "after a skip", "before the first block", "found_inf set", "found_inf deferred")
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
 SAVED_AT = 6
 # The iteration whose gradients overflow, besides those of a moment.
@@ -50,15 +45,18 @@ OVERFLOWS_AT = SAVED_AT + 4
 
 
 class Case(NamedTuple):
+    """``masters``: amp's state has them, too. Without them a state is saved after a step."""
+
     level: str
     optimizer: str
     moment: str = "after the step"
     losses: int = 20
     order: tuple[str, ...] = ORDERS[0]
+    masters: bool = True
 
-    @property
-    def file(self) -> str:
-        return "-".join([*self[:3], str(self.losses), *self.order]).replace(" ", "_") + ".pt"
+    def __str__(self) -> str:
+        parts = [*self[:3], str(self.losses), *self.order, *(["masters"] if self.masters else [])]
+        return "-".join(parts).replace(" ", "_")
 
 
 class Run:
@@ -86,7 +84,8 @@ class Run:
         # The CPU's alone: torch.manual_seed formats three stacks, to seed other devices later.
         torch.default_generator.manual_seed(100 * step + part)
         loss = self.model(torch.randn(16, 4)).float().square().mean()
-        return loss * torch.inf if step == OVERFLOWS_AT and self.dynamic else loss
+        overflows = step == OVERFLOWS_AT or (step == SAVED_AT - 1 and self.case.moment == "after a skip")
+        return loss * torch.inf if overflows and self.dynamic else loss
 
     @property
     def dynamic(self):
@@ -116,7 +115,7 @@ class Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "amp": self.session.state_dict(masters=True),
+            "amp": self.session.state_dict(masters=self.case.masters),
         }
 
     def load(self, content):
@@ -135,12 +134,12 @@ class Run:
         return self
 
     def rest(self):
-        """What comes after the save: losses, scales, every parameter, buffer and piece of state."""
+        """What comes after the save: losses, scales, every parameter, master, buffer and piece of state."""
         losses = [self.finish(SAVED_AT)]
         for step in range(SAVED_AT + 1, SAVED_AT + self.case.losses):
             losses.append(self.begin(step) + self.finish(step))
-        content = self.saved()
-        return {"losses": losses, **content}
+        weights = [*self.model.parameters(), *self.session.master_params(self.optimizer)]
+        return {"losses": losses, **self.saved(), "weights": [p.detach().clone() for p in weights]}
 
 
 def main(directory):
@@ -148,8 +147,8 @@ def main(directory):
     for case in torch.load(directory / "cases", weights_only=False):
         # Built with other weights: all has to come from the checkpoint.
         run = Run(Case(*case), seed=1)
-        run.load(torch.load(directory / run.case.file, weights_only=True))
-        torch.save(run.rest(), directory / f"resumed-{run.case.file}")
+        run.load(torch.load(directory / f"{run.case}.pt", weights_only=True))
+        torch.save(run.rest(), directory / f"resumed-{run.case}.pt")
         run.session.reset()
 
 

@@ -7,7 +7,9 @@ from kit import OPTIMIZERS, loss_of, mlp, snapshot, start
 
 from ampctx import GradScaler
 
-ON_DEVICE = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "AdamW-fused", "SGD-fused")
+ON_DEVICE = (
+    *("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "LARC", "AdamW-fused", "SGD-fused"),
+)
 ON_HOST = ("AdamW-foreach", "SGD-plain", "Adagrad-plain")
 # Who decides in each: ampctx's op, torch's op by a flag, the host.
 one_of_each = pytest.mark.parametrize("name", ["FusedAdam", "AdamW-fused", "SGD-plain"])

@@ -9,7 +9,6 @@ from host_reads import HostReads
 from kit import INF, NAN, OPTIMIZERS, assert_same, backward, loss_of
 from stepping import ON_DEVICE, Loop, ScalerLoop, every_optimizer, few_levels, network, one_of_each
 
-import ampctx
 from ampctx import AmpError, AmpStallError, AmpTypeError, AmpValueError, GradScaler
 from ampctx.scaling import step_record
 
@@ -81,6 +80,9 @@ def test_the_typed_error(session, make, name):
     # The session halves at the end of a block, the GradScaler after the step.
     assert scales[-4:] == [2.0 ** (15 - i - (make is Loop)) for i in range(4)]
     assert re.search(r"scale after skips: .*\b4096\.0\b", text)
+    twin = pickle.loads(pickle.dumps(caught.value))
+    assert (str(twin), twin.outcome.culprits) == (text, outcome.culprits)
+    assert twin.scale_history == caught.value.scale_history
     with pytest.raises(AmpStallError, match="6 steps"):
         loop.optimizer.zero_grad()
         if make is not Loop:
@@ -193,13 +195,6 @@ def test_optimizers_are_counted_each_by_itself(session):
     assert {loss_id for loss_id, _ in caught.value.scale_history} == {1}
 
 
-@both
-def test_off_by_default(session, make):
-    loop = make(session, "FusedAdam")
-    for _ in range(50):
-        assert loop.iterate(0, POISON).skipped
-
-
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
@@ -230,35 +225,7 @@ def test_a_pickled_grad_scaler_keeps_the_limit():
         loop.iterate(0, POISON)
 
 
-def test_the_error_is_public_and_pickles(session):
-    loop = Loop(session, "FusedAdam", "O2", max_consecutive_skips=1)
-    loop.iterate(0, POISON)
-    with pytest.raises(ampctx.AmpStallError) as caught:
-        loop.iterate(0, POISON)
-    twin = pickle.loads(pickle.dumps(caught.value))
-    assert str(twin) == str(caught.value)
-    assert twin.outcome.culprits == caught.value.outcome.culprits
-    assert twin.scale_history == caught.value.scale_history
-
-
 # --- gradients that a skipped step leaves behind ----------------------------------------------------------------------
-
-
-@few_levels
-@every_optimizer
-def test_gradients_of_a_skipped_step_that_nobody_zeroes(session, name, level):
-    """What the next block adds to them is not finite either; masters start anew at each step."""
-    loop = Loop(session, name, level)
-    loop.iterate()
-    before = loop.values()
-    for seed in range(3):
-        loop.backward(seed, {"1.weight": INF} if seed == 0 else ())
-        loop.optimizer.step()
-        assert session.outcome(loop.optimizer).overflowed == (0,)
-    assert_same(before, loop.values())
-    loop.optimizer.zero_grad()
-    assert loop.iterate().stepped
-    assert all(p.isfinite().all() for p in loop.model.parameters())
 
 
 @pytest.mark.parametrize("delay_unscale", [False, True])
@@ -291,17 +258,7 @@ def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
     assert torch.equal(table.weight, before)
 
 
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD-plain"])
-def test_a_clean_loss_is_not_blamed_for_one_before_in_the_same_step(session, name):
-    loop = Loop(session, name, num_losses=2)
-    loop.backward(0, {"3.weight": INF})
-    loop.backward(1, loss_id=1)
-    loop.optimizer.step()
-    assert session.outcome(loop.optimizer).overflowed == (0,)
-    assert [scale.value() for scale in session.loss_scales] == [32768.0, 65536.0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@few_levels
 @every_optimizer
 def test_a_step_again_after_a_skipped_one(session, name, level):
     """BatchNorm has no masters at O2. The flag that was raised is used up, the gradients are there still."""
@@ -325,15 +282,3 @@ def test_a_step_again_after_a_skipped_one(session, name, level):
         loss_of(loop.model, 1).backward()
     loop.optimizer.step()
     assert session.outcome(loop.optimizer).stepped
-
-
-def test_a_step_again_after_one_that_was_taken(session):
-    loop = Loop(session, "SGD-plain")
-    loop.backward()
-    moved = []
-    for _ in range(2):
-        before = loop.values()
-        loop.optimizer.step()
-        assert session.outcome(loop.optimizer).stepped
-        moved.append(not torch.equal(before[0], loop.values()[0]))
-    assert moved == [True, True]

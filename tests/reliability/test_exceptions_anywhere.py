@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at, refusal
-from kit import INF, OPTIMIZERS, backward, every_level, loss_of, start
+from kit import INF, OPTIMIZERS, assert_same, backward, every_level, loss_of, start
+from stepping import ScalerLoop
 from torch import nn
 
-from ampctx.amp import AmpSession, GradScaler
+from ampctx.amp import AmpSession
 
 KINDS = {
     "plain": lambda params: OPTIMIZERS["SGD-plain"](params, lr=0.125, momentum=0.5),
@@ -20,6 +21,7 @@ KINDS = {
     "ampctx": lambda params: OPTIMIZERS["FusedAdam"](params, lr=0.125, eps=1e-3),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_optimizer = pytest.mark.parametrize("name", ["SGD-plain", "Adam-foreach", "Adam-fused", "FusedAdam"])
 
 
 class Training:
@@ -84,9 +86,9 @@ def same(a, b):
 
 
 @contextlib.contextmanager
-def step_raises(optimizer, register="register_step_pre_hook"):
+def step_raises(optimizer):
     """A hook of the user's raises, once."""
-    handle = getattr(optimizer, register)(_raise)
+    handle = optimizer.register_step_pre_hook(_raise)
     with pytest.raises(KeyboardInterrupt):
         yield
     handle.remove()
@@ -205,26 +207,15 @@ def test_what_was_accumulated_before_is_kept_or_refused(make_training, level, ki
     assert number > 1
 
 
-class _Raises(torch.autograd.Function):
-    """Raises in backward, in the thread that autograd runs it in."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.error
-
-
 ERRORS = [KeyboardInterrupt("^C"), torch.OutOfMemoryError("out of memory"), RuntimeError("CUDA error")]
 
 
+@pytest.mark.full(but=36)
+@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @every_kind
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_body_may_raise_at_any_parameter(make_training, level, kind, error):
+@every_level
+def test_backward_may_raise_at_any_parameter(make_training, level, kind, error, delay):
     """A gradient hook of each parameter raises in its turn, when some gradients are there and others are not."""
     never, _ = references(make_training, level, kind)
     for i in range(6):
@@ -233,27 +224,14 @@ def test_the_body_may_raise_at_any_parameter(make_training, level, kind, error):
             def hook(grad):
                 raise error
 
+            if delay:
+                training.block(5, delay_unscale=True)
             handle = list(training.model.parameters())[i].register_hook(hook)
             with pytest.raises(type(error)):
                 second()
             handle.remove()
 
         assert same(interrupted(make_training, level, kind, fault), never)
-
-
-@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
-@every_level
-def test_backward_may_raise(make_training, level, delay):
-    never, _ = references(make_training, level, "plain")
-
-    def fault(training, second):
-        if delay:
-            training.block(5, delay_unscale=True)
-        loss = _Raises.apply(training.loss(2), KeyboardInterrupt("^C"))
-        with pytest.raises(KeyboardInterrupt), training.session.scale_loss(loss, training.optimizer) as scaled:
-            scaled.backward()
-
-    assert same(interrupted(make_training, level, "plain", fault), never)
 
 
 @pytest.mark.parametrize("after", [0.002, 0.004, 0.008])
@@ -348,20 +326,6 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
-@every_kind
-@every_level
-def test_a_hook_before_the_step_may_raise(make_training, level, kind):
-    """The weights and the optimizer are as if the step had not been called."""
-
-    def fault(training, second):
-        second()
-        with step_raises(training.optimizer):
-            training.optimizer.step()
-
-    _, whole = references(make_training, level, kind)
-    assert same(interrupted(make_training, level, kind, fault), whole)
-
-
 @pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
 @every_level
 def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
@@ -388,19 +352,6 @@ def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
     training.iterate(3)
     assert not torch.equal(training.model[0].weight, before)
     assert training.session.skipped_steps(training.optimizer) == 0
-
-
-@every_kind
-@every_level
-def test_a_hook_after_the_step_may_raise(make_training, level, kind):
-    """The step counts: the model has the new weights."""
-    training, reference = make_training(level, kind), make_training(level, kind)
-
-    training.block(1)
-    with step_raises(training.optimizer, "register_step_post_hook"):
-        training.optimizer.step()
-    reference.iterate(1)
-    assert same(finished(training), finished(reference))
 
 
 class HalfSGD(torch.optim.SGD):
@@ -460,60 +411,38 @@ def test_a_closure_that_raises_after_the_optimizer_has_moved(make_training, leve
 # --- GradScaler -------------------------------------------------------------------------------------------------------
 
 
-class Scaled:
-    def __init__(self, kind):
-        torch.manual_seed(0)
-        self.model = nn.Linear(4, 2)
-        self.optimizer = KINDS[kind](self.model.parameters())
-        self.scaler = GradScaler("cpu", growth_interval=100)
-
-    def backward(self, seed, zero=True):
-        if zero:
-            self.optimizer.zero_grad()
-        self.scaler.scale(loss_of(self.model, seed)).backward()
-
-    def iterate(self, seed, unscale=False):
-        self.backward(seed)
-        if unscale:
-            self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def weights(self):
-        return [p.detach().clone() for p in self.model.parameters()]
-
-
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
-@every_kind
-def test_grad_scaler_goes_on_after_a_step_that_raised(kind, unscale):
+@every_optimizer
+def test_grad_scaler_goes_on_after_a_step_that_raised(name, unscale):
     """The next iteration's gradients are unscaled, though the interrupted one's were already."""
-    run, reference = Scaled(kind), Scaled(kind)
-    run.iterate(1)
-    reference.iterate(1)
-
+    run, reference = ScalerLoop(name), ScalerLoop(name)
+    for loop in (run, reference):
+        loop.iterate(1)
     run.backward(2)
     if unscale:
         run.scaler.unscale_(run.optimizer)
     with step_raises(run.optimizer):
         run.scaler.step(run.optimizer)
     assert not {"grad_scale", "found_inf"} & vars(run.optimizer).keys()
-    run.iterate(3, unscale)
-    reference.iterate(3, unscale)
-    assert equal(run.weights(), reference.weights())
+    run.optimizer.zero_grad()
+    for loop in (run, reference):
+        loop.backward(3)
+        if unscale:
+            loop.scaler.unscale_(loop.optimizer)
+        loop.step()
+    assert_same(run.values(), reference.values())
 
 
 @pytest.mark.parametrize("written_over", [False, True])
-@every_kind
-def test_grad_scaler_takes_the_same_gradients_again_and_tells_others_from_them(kind, written_over):
-    run, reference = Scaled(kind), Scaled(kind)
-
+@every_optimizer
+def test_grad_scaler_takes_the_same_gradients_again_and_tells_others_from_them(name, written_over):
+    run, reference = ScalerLoop(name), ScalerLoop(name)
     run.backward(1)
     with step_raises(run.optimizer):
         run.scaler.step(run.optimizer)
     if written_over:
         run.optimizer.zero_grad(set_to_none=False)
-        run.backward(2, zero=False)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
+        run.backward(2)
+    run.step()
     reference.iterate(2 if written_over else 1)
-    assert equal(run.weights(), reference.weights())
+    assert_same(run.values(), reference.values())

@@ -150,15 +150,6 @@ def test_parts_and_wrappers_of_the_model(session):
     assert all(torch.equal(v, exported[k.removeprefix("module.")]) for k, v in wrapped.items())
 
 
-def test_weights_that_were_loaded_count(session):
-    model, _ = started(session, "O2")
-    state = {k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()}
-    model.load_state_dict(state)
-    assert torch.equal(session.master_state_dict(model)["embed.weight"], torch.full((8, 4), 0.1))
-    model.load_state_dict({k: torch.full_like(v, 0.2).half() for k, v in state.items()})
-    assert torch.equal(session.master_state_dict(model)["embed.weight"], torch.full((8, 4), 0.2).half().float())
-
-
 def test_without_initialize_it_is_the_models(session):
     model = nn.Linear(2, 2)
     exported = session.master_state_dict(model)

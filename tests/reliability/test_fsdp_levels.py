@@ -463,26 +463,19 @@ def test_a_torch_without_the_private_attributes(mesh, monkeypatch):
     assert same(Run(of_ours, "O5").steps().end(), expected)
 
 
-@pytest.mark.parametrize("place", ["mp_policy", "_mp_policy"])
-def test_a_torch_that_keeps_policies_elsewhere(mesh, place):
+@pytest.mark.parametrize("place", ["mp_policy", "_mp_policy", "_init_mp_dtypes"])
+def test_a_torch_that_keeps_policies_or_derives_dtypes_elsewhere(mesh, monkeypatch, place):
     model = shard_mlp(mesh)
     before = policies(model)
     state = fsdp.fully_shard.state(model[2])
-    holder = state if place == "_mp_policy" else state._fsdp_param_group.fsdp_params[0]
-    kept = vars(holder).pop(place)
-    with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):
-        AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
-    setattr(holder, place, kept)
+    with monkeypatch.context() as other_torch:
+        if place == "_init_mp_dtypes":
+            other_torch.setattr(state._fsdp_param_group, place, lambda: None)
+        else:
+            other_torch.delattr(state if place == "_mp_policy" else state._fsdp_param_group.fsdp_params[0], place)
+        with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):
+            AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
     assert policies(model) == before
-
-
-def test_a_policy_that_does_not_take(mesh, monkeypatch):
-    model = shard_mlp(mesh)
-    group = fsdp.fully_shard.state(model[2])._fsdp_param_group
-    monkeypatch.setattr(group, "_init_mp_dtypes", lambda: None)  # a torch that derives dtypes at another time
-    with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):
-        AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
-    assert {*policies(model)} == {MixedPrecisionPolicy()}
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

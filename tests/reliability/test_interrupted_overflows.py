@@ -8,10 +8,11 @@ import pytest
 import torch
 from faults import Fault, WritesFail, fault_at_line, lines_of
 from kit import INF, OPTIMIZERS, backward, batch, params_of, same, scale_of, start
+from stepping import ScalerLoop
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ampctx.amp import AmpSession, GradScaler
+from ampctx.amp import AmpSession
 from ampctx.kernels import grouping
 
 INIT = 2.0**16
@@ -224,39 +225,26 @@ def test_an_optimizer_that_writes_the_model_may_be_interrupted_between_both(monk
 
 @pytest.mark.parametrize("place", ["step", "update"])
 def test_the_scale_of_a_grad_scaler_falls_once_for_an_overflow(place):
-    def make():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.125), GradScaler("cpu")
-
-        def backward(factor):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).square().mean() * factor).backward()
-
-        return model, optimizer, scaler, backward
-
-    def work(optimizer, scaler):
+    def overflowed():
+        """A loop, and the call to interrupt."""
+        loop = ScalerLoop("SGD-plain")
+        loop.backward(0, {"0.weight": INF})
         if place == "update":
-            scaler.step(optimizer)
-            return scaler.update
-        return lambda: scaler.step(optimizer)
+            loop.scaler.step(loop.optimizer)
+            return loop, loop.scaler.update
+        return loop, lambda: loop.scaler.step(loop.optimizer)
 
-    _, optimizer, scaler, backward = make()
-    backward(INF)
-    places = lines_of(work(optimizer, scaler))
+    places = lines_of(overflowed()[1])
     assert len(places) > 15
     for at in places:
-        model, optimizer, scaler, backward = make()
-        backward(INF)
-        call = work(optimizer, scaler)
+        loop, call = overflowed()
         with pytest.raises(Fault), fault_at_line(at):
             call()
         # As with torch's own, the next step is refused before.
-        if any(state["stage"] is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
-            scaler.update()
-        before = model.weight.detach().clone()
-        backward(1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() in (INIT, INIT / 2), at
-        assert not torch.equal(model.weight, before), at
+        if any(state["stage"] is OptState.STEPPED for state in loop.scaler._per_optimizer_states.values()):
+            loop.scaler.update()
+        loop.optimizer.zero_grad()
+        before = loop.values()
+        assert loop.iterate().stepped, at
+        assert loop.scaler.get_scale() in (INIT, INIT / 2), at
+        assert not torch.equal(before[0], loop.values()[0]), at

@@ -13,7 +13,7 @@ from resumed_runs import KINDS as TORCHS_AND_OURS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, amp
+from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdam, SplitMasters
 from ampctx.weights.store import STORES, joined
 
@@ -373,7 +373,3 @@ def test_state_of_no_parameter_is_refused():
     run.optimizer.state["global"]["n"] = 1
     with pytest.raises(AmpError, match=r"SGD keeps state\['global'\], which belongs to no parameter"):
         run.get()
-
-
-def test_the_default_session_has_them():
-    assert amp.get_state_dict.__self__ is amp.Stateful.__self__ is amp.set_state_dict.__self__

@@ -8,14 +8,13 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import INF, NAN, OPTIMIZERS, assert_same, backward, loss_of, with_plans
+from kit import INF, NAN, assert_same, backward, loss_of, with_plans
 from stepping import ON_DEVICE, ON_HOST, Loop, ScalerLoop, every_optimizer, few_levels, network, one_of_each
 from tape import Tape
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import ampctx
 from ampctx import AmpError, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
-from ampctx.amp import AmpSession, StepOutcome
+from ampctx.amp import AmpSession
 
 POISON = {"3.weight": INF}
 
@@ -96,8 +95,9 @@ def test_a_disabled_scaler_skips_nothing():
 
 
 @few_levels
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_reading_costs_one_host_read_and_only_then(session, name, level):
+@every_optimizer
+def test_an_outcome_waits_for_the_device_when_it_is_read_or_not_at_all(session, name, level):
+    """The host that has decided itself knows already."""
     loop = Loop(session, name, level)
     outcomes = []
     with HostReads() as reads:
@@ -106,17 +106,12 @@ def test_reading_costs_one_host_read_and_only_then(session, name, level):
             loop.optimizer.step()
             outcomes.append(session.outcome(loop.optimizer))
             loop.optimizer.zero_grad()
-    assert reads.count == 0
-    assert [o.stepped for o in outcomes] == [True, False, True]
-
-
-@pytest.mark.parametrize("name", ON_HOST)
-def test_the_host_knows_already(session, name):
-    loop = Loop(session, name, "O2")
-    outcomes = [loop.iterate(seed, poison) for seed, poison in enumerate(({}, POISON))]
+    assert reads.count == 0 or name in ON_HOST
     with HostReads() as reads:
-        assert [(o.stepped, o.overflowed, len(o.culprits)) for o in outcomes] == [(True, (), 0), (False, (0,), 1)]
-    assert reads.count == 0
+        assert [o.stepped for o in outcomes] == [True, False, True]
+        if name in ON_HOST:
+            assert [(o.overflowed, len(o.culprits)) for o in outcomes] == [((), 0), ((0,), 1), ((), 0)]
+    assert reads.count == 0 or name in ON_DEVICE
 
 
 @few_levels
@@ -151,74 +146,6 @@ def test_the_norm_of_the_finite_check(session):
 
 
 # --- several optimizers and losses ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("names", [("FusedAdam", "SGD-plain"), ("AdamW-fused", "FusedSGD")], ids=" ".join)
-def test_two_optimizers_two_losses(session, names, level):
-    """As of a GAN: each optimizer has the outcome of its own step."""
-    models = [network(0), network(1)]
-    both = [OPTIMIZERS[name](m.parameters()) for name, m in zip(names, models, strict=True)]
-    session.initialize(models, both, opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0)
-    plan = [(None, None), (INF, None), (None, INF), (INF, INF), (None, None)]
-    for seed, bad in enumerate(plan):
-        before = [m[0].weight.detach().clone() for m in models]
-        for i, (model, optimizer) in enumerate(zip(models, both, strict=True)):
-            with session.scale_loss(loss_of(model, seed), optimizer, loss_id=i) as scaled:
-                scaled.backward()
-                if bad[i]:
-                    model[3].bias.grad[0] = bad[i]
-        for optimizer in both:
-            optimizer.step()
-        moved = [not torch.equal(b, m[0].weight) for b, m in zip(before, models, strict=True)]
-        outcomes = [session.outcome(optimizer) for optimizer in both]
-        assert [o.stepped for o in outcomes] == moved == [b is None for b in bad]
-        assert [o.overflowed for o in outcomes] == [() if b is None else (i,) for i, b in enumerate(bad)]
-        for optimizer in both:
-            optimizer.zero_grad()
-    assert [list(o.scales) for o in outcomes] == [[0], [1]]
-    assert [o.scale for o in outcomes] == [16384.0, 16384.0]
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "SGD-plain"])
-def test_two_losses_one_optimizer(session, name):
-    loop = Loop(session, name, "O2", num_losses=3)
-    loop.backward(0, POISON, loss_id=1)
-    loop.backward(1, loss_id=2)
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.overflowed, outcome.scales, outcome.scale) == ((1,), {1: 65536.0, 2: 65536.0}, 65536.0)
-    loop.backward(2, loss_id=1)
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.stepped, outcome.scales) == (True, {1: 32768.0})
-
-
-@one_of_each
-def test_delayed_blocks(session, name):
-    """The verdict on several backward passes is one; also that of a window that the step closes."""
-    loop = Loop(session, name, "O2")
-    for poison in ({}, POISON):
-        for last in (False, True):
-            loss = loss_of(loop.model, 0)
-            with session.scale_loss(loss, loop.optimizer, delay_unscale=not last or bool(poison)) as scaled:
-                scaled.backward()
-                for key, value in poison.items():
-                    loop.model.get_parameter(key).grad.view(-1)[0] = value
-        loop.optimizer.step()
-        outcome = session.outcome(loop.optimizer)
-        assert (outcome.stepped, outcome.scales) == (not poison, {0: 65536.0})
-        loop.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "SGD-plain"])
-def test_a_plain_backward(session, name):
-    loop = Loop(session, name, "O2")
-    loss_of(loop.model, 0).backward()
-    loop.model[3].weight.grad[0, 0] = INF
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.skipped, outcome.overflowed, outcome.scale) == (True, (-1,), None)
 
 
 def test_a_flag_that_somebody_else_has_set(session):
@@ -431,9 +358,3 @@ def test_an_ema_and_a_counter_move_with_the_steps_alone(name, level, by):
     expected, *of_clean_run = run([(seed, {}) for seed in range(3)])
     assert counts == of_clean_run == [3, 3]
     assert_same(expected, tensors)
-
-
-def test_public_names():
-    assert ampctx.amp.outcome.__func__ is AmpSession.outcome
-    assert {"on_step", "on_skip", "outcome", "StepOutcome", "Culprit"} <= set(ampctx.amp.__all__)
-    assert StepOutcome().stepped

@@ -2,10 +2,8 @@
 fp32 masters, and loading fp32 values sets them."""
 
 import copy
-import itertools
 import logging
 import pickle
-import random
 import warnings
 from collections import OrderedDict
 from functools import partial
@@ -13,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, assert_same, backward, loss_of, through_a_file, train
+from kit import assert_same, backward, loss_of, through_a_file, train
 from kit import start as start_with
-from resumed_runs import BY_ITSELF, KINDS, ORDERS, UNUSABLE, Case, Run
+from resumed_runs import KINDS, ORDERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -23,52 +21,6 @@ from ampctx import AmpError, AmpSession
 from ampctx.optimizers import FusedAdam, FusedSGD
 
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
-
-
-class PlainRun(Run):
-    """Saves what a script around apex saves."""
-
-    def saved(self):
-        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.session}
-        return {name: part.state_dict() for name, part in parts.items()}
-
-    def iterations(self, first, last, overflow_at=None):
-        losses = []
-        for step in range(first, last):
-            loss = self.loss(step) * (torch.inf if step == overflow_at and self.dynamic else 1.0)
-            losses.append(self.block(loss))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return losses
-
-    def everything(self):
-        masters = [p.detach().clone() for p in self.session.master_params(self.optimizer)]
-        return copy.deepcopy({**self.saved(), "masters": masters, "weights": list(self.model.parameters())})
-
-
-CASES = [
-    Case(level, name, order=order)
-    for (level, name), order in zip(itertools.product(LEVELS, KINDS), itertools.cycle(ORDERS), strict=False)
-    if (name not in BY_ITSELF or level == "O3") and (level, name) != UNUSABLE
-]
-
-
-@pytest.mark.full(but=16)
-@pytest.mark.parametrize("when", ["after a step", "after a skip"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([*c[:2], *c.order]))
-def test_the_three_states_resume_bit_for_bit(case, when):
-    run, resumed = PlainRun(case, seed=0).fresh(), PlainRun(case, seed=1)
-    run.iterations(0, 4, overflow_at=3 if when == "after a skip" else None)
-    assert run.session.skipped_steps(run.optimizer) == (when == "after a skip" and run.dynamic)
-    resumed.load(through_a_file(run.saved()))
-    assert_same(resumed.everything(), run.everything())
-    assert resumed.iterations(4, 10, overflow_at=6) == run.iterations(4, 10, overflow_at=6)
-    assert_same(resumed.everything(), run.everything())
-    run.session.reset()
-    resumed.session.reset()
 
 
 def tower(seed=0):
@@ -127,52 +79,6 @@ def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session,
     for mine, theirs in ((twin, model), (twin_optimizer, optimizer), (other, session)):
         assert_same(mine.state_dict(), theirs.state_dict())
     other.reset()
-
-
-def _walk(seed, length):
-    """Two runs do the same; one of them is saved and goes on in a fresh process' objects, or in its own, on the way."""
-    draw = random.Random(seed)
-    cases = [case for case in CASES if case.level in ("O2", "O5", draw.choice(LEVELS))]
-    case = draw.choice(cases)
-    runs = [PlainRun(case, seed=0).fresh(), PlainRun(case, seed=0).fresh()]
-    best = None
-    for step in range(length):
-        action = draw.choice(["step", "step", "skip", "accumulate", "fresh", "same", "keep best", "load best"])
-        if action == "fresh":
-            run = PlainRun(case._replace(order=draw.choice(ORDERS)), seed=draw.randrange(9))
-            run.load(through_a_file(runs[1].saved()))
-            runs[1].session.reset()
-            runs[1] = run
-        elif action == "same":
-            content = through_a_file(runs[1].saved())
-            runs[1].iterations(step, step + 2)
-            runs[1].case = case._replace(order=draw.choice(ORDERS))
-            runs[1].load(content)
-        elif action == "keep best":
-            # Entries that are not 16-bit alias the run, as in torch.
-            best = [through_a_file(run.saved()["model"]) for run in runs]
-        elif action == "load best" and best is not None:
-            for run, state in zip(runs, best, strict=True):
-                run.model.load_state_dict(state)
-        else:
-            for run in runs:
-                if action == "accumulate":
-                    run.block(run.loss(step, 1), delay_unscale=True)
-                run.iterations(step, step + 1, overflow_at=step if action == "skip" else None)
-        assert_same(runs[1].everything(), runs[0].everything(), f"{case} {step} {action}")
-    for run in runs:
-        run.session.reset()
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_walks_of_saving_and_loading(seed):
-    _walk(seed, 15)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 300))
-def test_longer_random_walks_of_saving_and_loading(seed):
-    _walk(seed, 40)
 
 
 # --- what a model's state dict shows ----------------------------------------------------------------------------------

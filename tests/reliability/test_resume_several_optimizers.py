@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
-from kit import assert_same, backward, batch, every_level, mlp, start, through_a_file, train
+from kit import assert_same, backward, batch, every_level, mlp, start, through_a_file
 
 from ampctx import AmpSession, clip_grad_norm_
 from ampctx.optimizers import FusedAdam
@@ -102,67 +102,6 @@ def test_two_optimizers_after_their_steps(level, calls):
         assert "loss_scales" not in content["amp"]["optimizers"][1]
 
 
-@every_level
-def test_saving_changes_nothing(level):
-    """A run that is saved again and again goes as one that is not."""
-    quiet, watched = Pair(level, "one", seed=0), Pair(level, "one", seed=0)
-    losses = []
-    for run in (quiet, watched):
-        for step in range(4):
-            run.begin(step)
-            if run is watched:
-                run.session.state_dict(masters=True)
-            losses.append(run.finish(step))
-            if run is watched:
-                run.session.state_dict(masters=True)
-    assert losses[:4] == losses[4:]
-    assert_same(watched.rest(), quiet.rest())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_going_back_within_a_process(level):
-    """A state loaded into a run that has gone on, and left gradients, windows and latches behind."""
-    run = Pair(level, "one", seed=0)
-    for step in range(2):
-        run.begin(step)
-        run.finish(step)
-    content = through_a_file(run.saved())
-    losses = []
-    for step in range(2, 6):
-        run.begin(step)
-        losses.append(run.finish(step))
-    run.begin(5)  # overflows
-    run.load(content)
-    again = []
-    for step in range(2, 6):
-        run.begin(step)
-        again.append(run.finish(step))
-    assert again == losses
-    run.session.reset()
-
-
-def test_parameters_that_were_unfrozen():
-    """The masters of a resumed run are there for what trains when it is loaded, and what was frozen can be unfrozen."""
-
-    def started(seed):
-        session, model = AmpSession(), mlp(seed)
-        model[0].requires_grad_(False)
-        return session, *start(session, "O2", "FusedAdam", model)
-
-    run = started(0)
-    train(*run, 2)
-    run[1][0].requires_grad_(True)
-    train(*run, 2)
-    content = through_a_file([run[1].state_dict(), run[2].state_dict(), run[0].state_dict(masters=True)])
-    resumed = started(1)
-    resumed[1][0].requires_grad_(True)
-    for part, state in zip((resumed[1], resumed[2], resumed[0]), content, strict=True):
-        part.load_state_dict(state)
-    assert train(*resumed, 4) == train(*run, 4)
-    for session in (run[0], resumed[0]):
-        session.reset()
-
-
 def started_with_two_losses(make="SGD-plain"):
     session = AmpSession()
     return session, *start(session, "O1", make, num_losses=2)
@@ -170,26 +109,6 @@ def started_with_two_losses(make="SGD-plain"):
 
 def block_of(run, loss_id, factor=1.0):
     backward(run[0], run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id)
-
-
-def load(run, source):
-    for part, theirs in zip(run, source, strict=True):
-        part.load_state_dict(through_a_file(theirs.state_dict(**({"masters": True} if part is run[0] else {}))))
-
-
-def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
-    source, run = started_with_two_losses(), started_with_two_losses()
-    for scale, value in zip(source[0].loss_scales, (512.0, 64.0), strict=True):
-        scale.set(value)
-    block_of(source, 0, torch.inf)
-    block_of(run, 1)  # makes way for what is loaded
-    load(run, source)
-    for each in (source, run):
-        block_of(each, 1)
-        each[2].step()
-        outcome = each[0].outcome(each[2])
-        assert (outcome.scales, outcome.scale, outcome.overflowed) == ({0: 512.0, 1: 64.0}, 512.0, (0,))
-        each[0].reset()
 
 
 def test_loading_ends_what_an_interrupted_block_has_left_incomplete():

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import ampctx
 from ampctx import (
     AmpError,
     AmpRankError,
@@ -218,27 +217,6 @@ def test_o2_and_o5_of_a_sharded_model_are_a_policy_and_o0(api, kind):
     assert distance(found, expected) == distance(by_policy, expected) == 0
     assert 0 < distance(found, train_by(fully_sharded(), kind, "O0")[1]) < 0.1
     assert all(other == figures for other in all_ranks(figures)) or api == "O2"
-
-
-def with_norms() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-    return nn.Sequential(*layers)
-
-
-@on_ranks(2)
-def test_modules_in_fp32_are_units_of_their_own():
-    """BatchNorm and a ``keep_fp32`` module: units of ampctx's making, and units by hand."""
-    by_us = ampctx.distributed.fully_shard(with_norms(), "O5", mesh=flat_mesh(), units=nn.Linear, keep_fp32="4")
-    by_hand = with_norms()
-    for layer in (*by_hand[0:2], *by_hand[3:], by_hand):
-        fully_shard(layer, mesh=flat_mesh())
-    seen = set()
-    for layer in (1, 4):
-        by_us[layer].register_forward_hook(lambda module, args, output: seen.add(module.weight.dtype))
-    figures, found = train_by(by_us, "FusedAdam", "O5", keep_fp32="4")
-    expected, others = train_by(by_hand, "FusedAdam", "O5", keep_fp32="4")
-    assert (figures, distance(found, others), seen) == (expected, 0, {torch.float32})
 
 
 @pytest.mark.full
@@ -543,25 +521,6 @@ def test_a_block_and_clipping_are_one_collective():
     assert collectives(fully_sharded(), api="O1") == [[], [BOTH], []]
     assert collectives(tensor_parallel()) == [[], [BOTH], []]
     assert collectives(fully_sharded(), clips=False) == [[], [], [FLAG]]
-
-
-@on_ranks(2)
-def test_gradients_on_one_rank_alone():
-    """After the block the last rank alone keeps its parts of the gradients."""
-    model = fully_sharded()
-    loop = Loop(model, "FusedAdam", "O0").run(last=1)
-    loop.optimizer.zero_grad()
-    loop.backward(loop.loss(1))
-    if RANK < RANKS - 1:
-        loop.optimizer.zero_grad()
-    parts = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    expected = sum(all_ranks(sum(part.double().square().sum().item() for part in parts))) ** 0.5
-    before = weights(model)
-    loop.step()
-    loop.end()
-    assert abs(loop.norms[-1] / expected - 1) < EXACT
-    assert loop.moved == [True, True]
-    assert distance(before, weights(model)) > 0
 
 
 @on_ranks(2)

@@ -75,24 +75,6 @@ def test_a_swap_and_a_swap_back_lose_nothing(session, level, name):
 
 @by_level
 @by_optimizer
-@pytest.mark.parametrize("when", ["before the block", "before the step"])
-def test_an_edit_of_a_weight_counts(session, level, name, when):
-    model, optimizer = start(session, level, name, loss_scale=64.0)
-    train(session, model, optimizer, 2)
-    optimizer.zero_grad()
-    if when == "before the step":
-        backward(session, loss_of(model), optimizer)
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
-    if when == "before the block":
-        backward(session, loss_of(model), optimizer)
-    optimizer.step()
-    assert (model[0].weight.float() - 1.0).abs().max() < 0.2
-    assert_rounded(session, model, optimizer)
-
-
-@by_level
-@by_optimizer
 @pytest.mark.parametrize("order", ["model first", "thaw first"])
 def test_a_parameter_that_is_thawed_after_a_load_has_all_its_bits(session, level, name, order):
     """Three dicts, loaded in the order of the program."""
