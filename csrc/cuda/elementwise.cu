@@ -137,7 +137,7 @@ template <bool per_tensor>
 void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
                    L2NormTargets to, const ScaleUpdate* update) {
   int64_t left = lists.size();
-  for_each_table<per_tensor ? 2 : 1>(context, lists, [&](const auto& table) {
+  for_each_table<per_tensor ? 2 : 1>(lists, [&](const auto& table) {
     constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
     left -= table.count;
     const Split grid = launch_over<kernel>(context, table, found_inf, KernelFactor(inv_scale), to,
@@ -163,7 +163,7 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
   if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
   unsigned* const tickets = update ? tickets_for(context) : nullptr;
   int64_t left = lists.size();
-  for_each_table<2>(context, lists, [&](const auto& table) {
+  for_each_table<2>(lists, [&](const auto& table) {
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
     left -= table.count;
     launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
@@ -172,7 +172,7 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
 }
 
 void axpby(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
-  for_each_table<3>(context, lists, [&](const auto& table) {
+  for_each_table<3>(lists, [&](const auto& table) {
     constexpr auto kernel = &axpby_kernel<std::decay_t<decltype(table)>>;
     launch_over<kernel>(context, table, found_inf, KernelFactor(a), KernelFactor(b), arg_to_check);
   });

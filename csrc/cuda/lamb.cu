@@ -37,7 +37,7 @@ void walk_lamb(const Context& context, const StepCall& call, const LambOptions& 
   LambParameters parameters(call, options, workspace);
   StepCounts counts(call);
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<depth>(context, lists, [&](const auto& table) {
+  for_each_table<depth>(lists, [&](const auto& table) {
     if (has_ratio(options)) {
       counts.tickets = nullptr;
       const int64_t share = launch(Take<Walk::moments>{}, table, parameters, counts).share;

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Norm>
 void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
   float* norms = workspace.norms;
-  for_each_table<1>(context, call.lists, [&](const auto& table) {
+  for_each_table<1>(call.lists, [&](const auto& table) {
     constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
     const Split grid =
         launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), workspace.partial);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
   const NormsWorkspace workspace(call, 2);
-  for_each_table<2>(context, call.lists, [&](const auto& table) {
+  for_each_table<2>(call.lists, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr auto norms_kernel = &larc_norms_kernel<Table>;
     constexpr auto kernel = &larc_kernel<Table>;
@@ -127,7 +127,7 @@ void novograd(const Context& context, const StepCall& call, const NovogradOption
   alone.numel.assign(call.steps.size(), 0);
   for (const int64_t index : call.lists.index) alone.numel[index] = 1;
   int64_t first = 0;
-  for_each_table<2>(context, alone, [&](const auto& table) {
+  for_each_table<2>(alone, [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first, norms,
@@ -153,7 +153,7 @@ void advance_empty_steps(const Context& context, const StepCall& call) {
     }
   }
   empty.numel.assign(empty.pointer[0].size(), 1);
-  for_each_table<1>(context, empty, [&](const auto& table) {
+  for_each_table<1>(empty, [&](const auto& table) {
     constexpr auto kernel = &advance_empty_steps_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf);

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::k
 template <bool extras, bool unscales, class Optimizer>
 void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
   StepParameters parameters(call);
-  for_each_table<3 + Optimizer::kStates + extras>(context, call.lists, [&](const auto& table) {
+  for_each_table<3 + Optimizer::kStates + extras>(call.lists, [&](const auto& table) {
     constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
     launch_over<kernel>(context, table, parameters, optimizer, counts);
     parameters.skips = {};
@@ -103,7 +103,7 @@ template <class Optimizer>
 void launch_rounded_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
   using Lists = RoundedLists<Optimizer::kStates>;
   StepParameters parameters(call);
-  for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
+  for_each_table<Lists::kDepth>(Lists::of(call), [&](const auto& table) {
     constexpr auto kernel = &rounded_step_kernel<Optimizer, std::decay_t<decltype(table)>>;
     launch_over<kernel>(context, table, parameters, optimizer, counts, RoundingParameters(call));
     parameters.skips = {};
