@@ -8,21 +8,6 @@ namespace {
 // LARC: a walk for the norms, then one that rewrites the gradients.
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads) larc_norms_kernel(const __grid_constant__ Table table, int64_t share,
-                                                              FoundInf found_inf, KernelFactor factor, float* partial) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float sum[2] = {};  // of gradient and weight
-    for_each_element<2, 0>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
-      sum[0] += L2Norm::of(value[0], inv_scale);
-      sum[1] += L2Norm::of(value[1], 1.0f);
-    });
-    leave_piece<L2Norm>(table, share, tensor, sum, partial);
-  });
-}
-
-template <class Table>
 __global__ void __launch_bounds__(kThreads)
     larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
                 KernelFactor lr, Larc<float> larc, const float* norms) {
@@ -41,30 +26,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
 
-template <class Norm, class Table>
-__global__ void __launch_bounds__(kThreads)
-    gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
-                         KernelClippedFactor factor, float* partial) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float norm[1] = {};
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
-      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
-    });
-    leave_piece<Norm>(table, share, tensor, norm, partial);
-  });
-}
-
 // Makes the norms of the unscaled gradients that have elements.
 template <class Norm>
 void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
   float* norms = workspace.norms;
   for_each_table<1>(call.lists, [&](const auto& table) {
-    constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
-    const Split grid =
-        launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), workspace.partial);
-    launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
+    launch_list_norms<Norm, 1>(context, table, call, workspace.partial, norms);
     norms += table.count;
   });
 }
@@ -103,12 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
   const NormsWorkspace workspace(call, 2);
   for_each_table<2>(call.lists, [&](const auto& table) {
-    using Table = std::decay_t<decltype(table)>;
-    constexpr auto norms_kernel = &larc_norms_kernel<Table>;
-    constexpr auto kernel = &larc_kernel<Table>;
-    const Split grid =
-        launch_over<norms_kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), workspace.partial);
-    launch_layer_norms<L2Norm, 2>(context, table, grid.share, call.found_inf, workspace.partial, workspace.norms);
+    constexpr auto kernel = &larc_kernel<std::decay_t<decltype(table)>>;
+    launch_list_norms<L2Norm, 2>(context, table, call, workspace.partial, workspace.norms);
     launch_over<kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), KernelFactor(call.lr),
                         Larc<float>(options), workspace.norms);
   });

@@ -136,4 +136,29 @@ void launch_layer_norms(const Context& context, const Table& table, int64_t shar
   AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, share, found_inf, partial, norms);
 }
 
+// Leaves the pieces of the first `count` lists: of gradients times a factor, and of weights.
+template <class Norm, int count, class Table>
+__global__ void __launch_bounds__(kThreads)
+    list_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
+                      KernelClippedFactor factor, float* partial) {
+  if (found_inf.is_set()) return;
+  const float inv_scale = factor.get();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    float norm[count] = {};
+    for_each_element<count, 0>(table, tensor, begin, size, first_lists(count), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) norm[i] = Norm::join(norm[i], Norm::of(value[i], i == 0 ? inv_scale : 1.0f));
+    });
+    leave_piece<Norm>(table, share, tensor, norm, partial);
+  });
+}
+
+template <class Norm, int count, class Table>
+void launch_list_norms(const Context& context, const Table& table, const OptimizerCall& call, float* partial,
+                       float* norms) {
+  constexpr auto kernel = &list_norms_kernel<Norm, count, Table>;
+  const Split grid = launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), partial);
+  launch_layer_norms<Norm, count>(context, table, grid.share, call.found_inf, partial, norms);
+}
+
 }  // namespace ampctx::cuda

@@ -70,7 +70,7 @@ struct StepParameters {
   FoundInf found_inf;
   KernelClippedFactor inv_scale;
   KernelFactor lr;
-  bool maximize;
+  bool maximize, unscales, stochastic_state;
   WriteBack write_back;
   SkipCounts skips;
 
@@ -79,6 +79,8 @@ struct StepParameters {
         inv_scale(call.inv_scale),
         lr(call.lr),
         maximize(call.maximize),
+        unscales(call.unscales),
+        stochastic_state(call.stochastic_state),
         write_back(call.write_back),
         skips(call.skips) {}
 
@@ -97,7 +99,7 @@ __device__ __forceinline__ void load_weights(float (&value)[depth][n]) {
   for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[depth - 1][k]);
 }
 
-template <WriteBack mode, int depth, int n>
+template <WriteBack mode, int depth, int n, class Places>
 __device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n],
                                               const Places& places) {
 #pragma unroll
@@ -109,7 +111,8 @@ __device__ __forceinline__ void store_weights(DType param, RandomKey key, float 
   }
 }
 
-// The same with a mode of run time; `extras` says whether the last list is that of extras.
+// The same with a mode of run time; `extras` says whether the last list is that of extras, `may_lack` whether it may
+// be without tensors.
 template <bool extras, int depth, int n>
 __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[depth][n]) {
   if constexpr (extras) {
@@ -118,14 +121,15 @@ __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[dept
   }
 }
 
-template <bool extras, int depth, int n>
+template <bool extras, bool may_lack, int depth, int n, class Places>
 __device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
                                               const Places& places) {
   if constexpr (extras) {
     if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, places);
     if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, places);
     if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, places);
-  } else {
+  }
+  if constexpr (!extras || may_lack) {
     if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, places);
   }
 }

@@ -75,6 +75,7 @@ struct Raw {
 struct Places {
   int64_t low, high;
 
+  static __host__ __device__ constexpr bool holds(int) { return true; }
   __device__ __forceinline__ bool are_adjacent() const { return high == low + kVector / 2; }
   __device__ __forceinline__ int64_t of(int k) const { return k < kVector / 2 ? low + k : high + (k - kVector / 2); }
 };
