@@ -254,7 +254,7 @@ void lamb_as(const Context& context, const StepCall& call, const LambOptions& op
 
 // A walk for the norms, then one that rewrites the gradients.
 template <class T>
-void larc_as(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+void larc_as(const Context& context, const StepCall& call, const LarcOptions& options) {
   const BlockAccess<T> access(call.lists, simd());
   const auto norm = arithmetic<T>(simd()).l2norm;
   const auto loop = optimizer_loops<T>(simd()).layers.larc;
@@ -336,7 +336,7 @@ void step_as(const Context& context, const StepCall& call, const Options& option
 
 // Calls step(T{}) with the type that the call computes in, unless its found_inf is set.
 template <class Step>
-void take(const OptimizerCall& call, const Step& step) {
+void take(const StepCall& call, const Step& step) {
   if (call.found_inf.is_set()) return;
   call.lists.computes_in_f64() ? step(double{}) : step(float{});
 }
@@ -347,7 +347,7 @@ void lamb(const Context& context, const StepCall& call, const LambOptions& optio
   take(call, [&](auto zero) { lamb_as<decltype(zero)>(context, call, options); });
 }
 
-void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
   take(call, [&](auto zero) { larc_as<decltype(zero)>(context, call, options); });
 }
 

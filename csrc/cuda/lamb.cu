@@ -13,17 +13,12 @@ enum class Walk { moments, weights, all };
 // What a kernel is given besides the table and its share.
 struct LambParameters {
   StepParameters step;
-  KernelFactor global_grad_norm;
+  Factor global_grad_norm;
   Lamb<float> lamb;
-  const float* norms;  // of w and u
-  float* partial;
+  LayerNorms norms;  // of w and u
 
-  LambParameters(const StepCall& call, const LambOptions& options, const NormsWorkspace& workspace)
-      : step(call),
-        global_grad_norm(call.factors[0]),
-        lamb(options),
-        norms(workspace.norms),
-        partial(workspace.partial) {}
+  LambParameters(const Context& context, const StepCall& call, const LambOptions& options)
+      : step(call), global_grad_norm(call.factors[0]), lamb(options), norms(context, call, 2) {}
 };
 
 template <Walk walk, bool rounds, bool extras, bool unscales>
@@ -81,7 +76,7 @@ constexpr int resident_lamb_blocks(Walk walk, bool rounds, bool extras, bool uns
 template <Walk walk, bool rounds, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, extras, unscales))
     lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
-  if (call.step.is_skipped()) return;
+  if (is_skipped(call.step)) return;
   if constexpr (rounds) code_table<2>().fill();
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
   constexpr unsigned extra = extras ? one_of_lists(4) : 0;
@@ -90,6 +85,7 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
+  [[maybe_unused]] const auto store = call.norms.store<2>();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
   // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
   constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
@@ -106,31 +102,32 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
         functor.tensor = scalars;
         if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
         if constexpr (walk == Walk::weights) {
-          functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
+          functor.rate =
+              lamb_rate(lr, call.norms.norms[int64_t{2} * tensor], call.norms.norms[int64_t{2} * tensor + 1]);
         }
         walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call.step, functor);
-        if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
+        if constexpr (walk == Walk::moments)
+          leave_piece<L2Norm>(table, share, tensor, functor.sum, call.norms.pieces, store);
       });
+  if constexpr (walk == Walk::moments) {
+    finish_norms<L2Norm, 2>(table, share, call.norms.pieces, call.norms.tickets, store);
+  }
 }
 
 template <bool rounds, bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  const NormsWorkspace workspace(call, 2);
-  LambParameters parameters(call, options, workspace);
+  LambParameters parameters(context, call, options);
   StepCounts counts(call);
-  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   for_each_step_table<rounds, 5 + extras>(call, [&](const auto& table) {
     const auto launch = [&](auto walk) {
       constexpr bool stores = unscales && walk != Walk::weights;
       constexpr auto kernel = &lamb_kernel<walk, rounds, extras, stores, std::decay_t<decltype(table)>>;
-      counts.tickets = walk == Walk::moments ? nullptr : tickets;  // the last walk advances the counts
-      const int64_t share = launch_over<kernel>(context, table, parameters, counts).share;
+      counts.tickets = walk == Walk::moments ? nullptr : parameters.norms.tickets;  // the last walk advances the counts
+      launch_over<kernel>(context, table, parameters, counts);
       parameters.step.skips = {};
-      return share;
     };
     if (has_ratio(options)) {
-      const int64_t share = launch(std::integral_constant<Walk, Walk::moments>{});
-      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
+      launch(std::integral_constant<Walk, Walk::moments>{});
       launch(std::integral_constant<Walk, Walk::weights>{});
     } else {
       launch(std::integral_constant<Walk, Walk::all>{});

@@ -9,8 +9,8 @@ namespace {
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
-                KernelFactor lr, Larc<float> larc, const float* norms) {
+    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor, Factor lr,
+                Larc<float> larc, const float* norms) {
   if (found_inf.is_set()) return;
   const float inv_scale = factor.get();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
@@ -25,16 +25,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
-
-// Makes the norms of the unscaled gradients that have elements.
-template <class Norm>
-void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
-  float* norms = workspace.norms;
-  for_each_table<1>(call.lists, [&](const auto& table) {
-    launch_list_norms<Norm, 1>(context, table, call, workspace.partial, norms);
-    norms += table.count;
-  });
-}
 
 // What becomes of exp_avg_sqs, list 1, at the step counts of list 0, which are not advanced yet. Offsets count the
 // tensors that have elements, from `first` on.
@@ -67,22 +57,30 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
-  const NormsWorkspace workspace(call, 2);
+void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
+  const LayerNorms norms(context, call, 2);
   for_each_table<2>(call.lists, [&](const auto& table) {
-    constexpr auto kernel = &larc_kernel<std::decay_t<decltype(table)>>;
-    launch_list_norms<L2Norm, 2>(context, table, call, workspace.partial, workspace.norms);
-    launch_over<kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), KernelFactor(call.lr),
-                        Larc<float>(options), workspace.norms);
+    using Table = std::decay_t<decltype(table)>;
+    constexpr auto norms_kernel = &layer_norms_kernel<L2Norm, 2, Table>;
+    constexpr auto kernel = &larc_kernel<Table>;
+    launch_over<norms_kernel>(context, table, call.found_inf, call.inv_scale, norms);
+    launch_over<kernel>(context, table, call.found_inf, call.inv_scale, call.lr, Larc<float>(options), norms.norms);
   });
 }
 
 void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
-  const NormsWorkspace workspace(call, norms_for(options));
-  options.inf_norm ? gradient_norms<MaxNorm>(context, call, workspace)
-                   : gradient_norms<L2Norm>(context, call, workspace);
-  float *const norms = workspace.norms, *const denominators = norms + call.lists.size();
+  const LayerNorms norms(context, call, norms_for(options));
+  float* const denominators = norms.norms + call.lists.size();
+  const auto make_norms = [&](auto norm) {
+    LayerNorms of_table = norms;
+    for_each_table<1>(call.lists, [&](const auto& table) {
+      constexpr auto kernel = &layer_norms_kernel<decltype(norm), 1, std::decay_t<decltype(table)>>;
+      launch_over<kernel>(context, table, call.found_inf, call.inv_scale, of_table);
+      of_table.norms += table.count;
+    });
+  };
+  options.inf_norm ? make_norms(MaxNorm{}) : make_norms(L2Norm{});
   TensorLists alone;
   alone.depth = 2;
   alone.pointer[0].assign(call.steps.begin(), call.steps.end());
@@ -93,11 +91,11 @@ void novograd(const Context& context, const StepCall& call, const NovogradOption
   for_each_table<2>(alone, [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
-    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first, norms,
-                  denominators);
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first,
+                  norms.norms, denominators);
     first += table.elements();
   });
-  update<NovogradOptions>(context, call, optimizer, denominators);
+  update<NovogradOptions>(context, call, optimizer, norms.tickets, denominators);
 }
 
 void advance_empty_steps(const Context& context, const StepCall& call) {

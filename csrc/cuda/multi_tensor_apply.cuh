@@ -194,25 +194,4 @@ __device__ inline void for_each_segment(const Table& table, int64_t share, const
   }
 }
 
-// Factor as it reaches a kernel.
-struct KernelFactor {
-  const float* device;
-  float value;
-
-  explicit KernelFactor(const Factor& factor) : device(factor.device), value(static_cast<float>(factor.value)) {}
-  __device__ float get() const { return device ? *device : value; }
-};
-
-// ClippedFactor as it reaches a kernel.
-struct KernelClippedFactor {
-  KernelFactor factor, norm;
-  float max_norm;
-
-  explicit KernelClippedFactor(const ClippedFactor& clipped)
-      : factor(clipped), norm(clipped.norm), max_norm(clipped.max_norm) {}
-  __device__ float get() const {
-    return max_norm < 0 ? factor.get() : clip_factor_element(norm.get(), factor.get(), max_norm);
-  }
-};
-
 }  // namespace ampctx::cuda

@@ -43,7 +43,7 @@ template <class Optimizer, bool rounds, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, resident_step_blocks(rounds, 2 + Optimizer::kStates + extras + unscales))
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
                 StepCounts counts) {
-  if (call.is_skipped()) return;
+  if (is_skipped(call)) return;
   StepFunctor<Optimizer, rounds, extras, unscales> functor{
       optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, resident_step_blocks(rounds, 2 + Opt
 
 template <bool rounds, bool extras, bool unscales, class Optimizer>
 void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
-  StepParameters parameters(call);
+  StepParameters parameters = call;
   for_each_step_table<rounds, 3 + Optimizer::kStates + extras>(call, [&](const auto& table) {
     constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, std::decay_t<decltype(table)>>;
     launch_over<kernel>(context, table, parameters, optimizer, counts);
@@ -71,11 +71,10 @@ void launch_step(const Context& context, const StepCall& call, const Optimizer& 
 
 // The step itself. `denominators`: NovoGrad's.
 template <class Options, class Optimizer>
-void update(const Context& context, const StepCall& call, const Optimizer& optimizer,
+void update(const Context& context, const StepCall& call, const Optimizer& optimizer, unsigned* tickets,
             const float* denominators = nullptr) {
   StepCounts counts(call);
-  if (call.lists.size() > 0) counts.tickets = tickets_for(context);
-  counts.denominators = denominators;
+  counts.tickets = tickets, counts.denominators = denominators;
   const auto launch = [&](auto unscales) {
     if constexpr (may_round_states<Options>(Optimizer::kStates)) {
       if (rounds_states(call)) return launch_step<true, true, true>(context, call, optimizer, counts);
@@ -90,7 +89,8 @@ void update(const Context& context, const StepCall& call, const Optimizer& optim
 // Of the functors the one for as many states.
 template <class Options, class... Optimizers>
 void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options)) : void()), ...);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options), tickets) : void()), ...);
 }
 
 }  // namespace ampctx::cuda

@@ -65,32 +65,12 @@ __device__ __forceinline__ void for_each_step_segment(const Table& table, int64_
   });
 }
 
-// What a step kernel is given besides the table, the scalars and the optimizer.
-struct StepParameters {
-  FoundInf found_inf;
-  KernelClippedFactor inv_scale;
-  KernelFactor lr;
-  bool maximize, unscales, stochastic_state;
-  WriteBack write_back;
-  SkipCounts skips;
-
-  explicit StepParameters(const StepCall& call)
-      : found_inf(call.found_inf),
-        inv_scale(call.inv_scale),
-        lr(call.lr),
-        maximize(call.maximize),
-        unscales(call.unscales),
-        stochastic_state(call.stochastic_state),
-        write_back(call.write_back),
-        skips(call.skips) {}
-
-  // What a kernel does first: counts the step, in its first launch, and says whether it is skipped.
-  __device__ bool is_skipped() const {
-    const bool skipped = found_inf.is_set();
-    if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(skips, skipped, skipped);
-    return skipped;
-  }
-};
+// What a step kernel does first: counts the step, in its first launch, and says whether it is skipped.
+__device__ inline bool is_skipped(const StepParameters& call) {
+  const bool skipped = call.found_inf.is_set();
+  if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(call.skips, skipped, skipped);
+  return skipped;
+}
 
 // Weights out of params (list 1) and extras (the last list), and back into them.
 template <WriteBack mode, int depth, int n>
