@@ -284,25 +284,19 @@ void larc_as(const Context& context, const StepCall& call, const LarcOptions& op
 template <class T>
 std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool inf_norm) {
   const BlockAccess<T> access(call.lists, simd());
-  const Arithmetic<T>& loops = arithmetic<T>(simd());
+  const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
   const T inv_scale = static_cast<T>(call.inv_scale.value);
   double* const partial = static_cast<double*>(call.norms);
   for_each_block(context, call.lists, [&](const Block& block) {
     typename BlockAccess<T>::Buffer buffer;
-    const T* const g = access.read(0, block, buffer);
-    if (inf_norm) {
-      loops.max_norm(g, block.size, inv_scale, &partial[block.number]);
-    } else {
-      loops.l2norm(g, block.size, inv_scale, &partial[block.number]);
-    }
+    norm(access.read(0, block, buffer), block.size, inv_scale, &partial[block.number]);
   });
   std::vector<T> norms;
   norms.reserve(call.lists.numel.size());
   const auto keep = [&](int64_t, const double (&total)[1]) {
     norms.push_back(static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0])));
   };
-  const auto larger = [](double a, double b) { return maximum(a, b); };
-  inf_norm ? for_each_total<1>(call.lists, partial, keep, larger) : for_each_total<1>(call.lists, partial, keep);
+  for_each_total<1>(call.lists, partial, keep, inf_norm);
   return norms;
 }
 

@@ -1,6 +1,4 @@
 // The CPU's inner loops of the optimizers. Compiled once per instruction set, with the rules of simd.cpp.
-#include <type_traits>
-
 #include "simd_convert.h"
 
 namespace ampctx::cpu {
@@ -18,6 +16,13 @@ void draw_state_bits(RandomKey key, uint32_t* bits, int64_t n) {
 template <DType type>
 using CodeOf = std::conditional_t<type == DType::i8, int8_t, uint8_t>;
 
+// Calls function(std::integral_constant<DType, type>) for a type of codes.
+template <class Function>
+inline void with_code(DType type, const Function& function) {
+  type == DType::i8 ? function(std::integral_constant<DType, DType::i8>{})
+                    : function(std::integral_constant<DType, DType::u8>{});
+}
+
 template <DType type>
 void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -25,13 +30,10 @@ void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t
 }
 
 void decode_state(DType type, const void* from, const float* scales, float* values, int64_t n) {
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    const float scale = scales[i / kCodeBlock];
-    if (type == DType::i8) {
-      decode_block<DType::i8>(static_cast<const int8_t*>(from) + i, scale, values + i, size);
-    } else {
-      decode_block<DType::u8>(static_cast<const uint8_t*>(from) + i, scale, values + i, size);
-    }
+  with_code(type, [&](auto code) {
+    const auto* const codes = static_cast<const CodeOf<code>*>(from);
+    for_each_strip(
+        n, [&](int64_t i, int64_t size) { decode_block<code>(codes + i, scales[i / kCodeBlock], values + i, size); });
   });
 }
 
@@ -61,16 +63,15 @@ void encode_block(const StateRounding& how, const float* values, int64_t first, 
   }
 }
 
-template <DType type>
-void encode_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    encode_block<type>(how, values + i, i, static_cast<CodeOf<type>*>(to) + i, scales + i / kCodeBlock, size);
-  });
-}
-
 void round_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
-  if (how.type == DType::i8) return encode_state<DType::i8>(how, values, to, scales, n);
-  if (how.type == DType::u8) return encode_state<DType::u8>(how, values, to, scales, n);
+  if (is_code(how.type)) {
+    return with_code(how.type, [&](auto code) {
+      auto* const codes = static_cast<CodeOf<code>*>(to);
+      for_each_strip(n, [&](int64_t i, int64_t size) {
+        encode_block<code>(how, values + i, i, codes + i, scales + i / kCodeBlock, size);
+      });
+    });
+  }
   uint16_t* const out = static_cast<uint16_t*>(to);
   const uint32_t* const random = how.random;
   const int state = how.state;

@@ -104,14 +104,10 @@ void advance_empty_steps(const Context& context, const StepCall& call) {
   if (call.lists.size() == call.lists.total_tensors) return;
   TensorLists empty;
   empty.depth = 1;
-  size_t number = 0;
+  std::vector<bool> is_empty(call.steps.size(), true);
+  for (const int64_t index : call.lists.index) is_empty[index] = false;
   for (size_t i = 0; i < call.steps.size(); ++i) {
-    const bool has_elements = number < call.lists.index.size() && call.lists.index[number] == static_cast<int64_t>(i);
-    if (has_elements) {
-      ++number;
-    } else {
-      empty.pointer[0].push_back(call.steps[i]);
-    }
+    if (is_empty[i]) empty.pointer[0].push_back(call.steps[i]);
   }
   empty.numel.assign(empty.pointer[0].size(), 1);
   for_each_table<1>(empty, [&](const auto& table) {

@@ -127,6 +127,9 @@ class RoundedTensor {
     }
   }
 
+  // As Places.
+  static constexpr bool kMayBeCodes = true;
+  static __host__ __device__ constexpr bool are_adjacent() { return true; }
   __device__ __forceinline__ int64_t of(int k) const { return at_ + k; }
   __device__ __forceinline__ bool holds(int k) const { return k < count_; }
 
@@ -172,30 +175,12 @@ class RoundedTensor {
     }
   }
 
-  __device__ __forceinline__ bool is_whole() const { return count_ == kVector && is_aligned_; }
-  __device__ __forceinline__ Places places() const { return {at_, at_ + kVector / 2}; }
-
-  // Elements beyond the end are 0.
   __device__ __forceinline__ void load_list(int list, Raw& raw) const {
-    const DType dtype = table_.dtype[list];
-    if (is_whole()) {
-      is_code(dtype) ? load_words<2, 0>(base(list), at_, raw) : load_vector(base(list), dtype, true, places(), raw);
-    } else {
-      dtype == DType::f32 ? load_singly<uint32_t>(list, raw)
-      : is_code(dtype)    ? load_singly<uint8_t>(list, raw)
-                          : load_singly<uint16_t>(list, raw);
-    }
+    load_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   __device__ __forceinline__ void store_list(int list, const Raw& raw) const {
-    const DType dtype = table_.dtype[list];
-    if (is_whole()) {
-      is_code(dtype) ? store_words<2, 0>(base(list), at_, raw) : store_vector(base(list), dtype, true, places(), raw);
-    } else {
-      dtype == DType::f32 ? store_singly<uint32_t>(list, raw)
-      : is_code(dtype)    ? store_singly<uint8_t>(list, raw)
-                          : store_singly<uint16_t>(list, raw);
-    }
+    store_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   // The scale of the octet's block, of a state in codes. The thread that stores it is the one that reads it: no other
@@ -211,27 +196,6 @@ class RoundedTensor {
   __device__ __forceinline__ void* base(int list) const { return tensor_data(table_, list, tensor_); }
   __device__ __forceinline__ float* scales(int state) const {
     return static_cast<float*>(base(Lists::kScales + state));
-  }
-
-  template <class Word>
-  __device__ __forceinline__ void load_singly(int list, Raw& raw) const {
-    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    const auto* const words = static_cast<const Word*>(base(list)) + at_;
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      const uint32_t word = holds(k) ? words[k] : 0;
-      raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
-    }
-  }
-
-  template <class Word>
-  __device__ __forceinline__ void store_singly(int list, const Raw& raw) const {
-    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    auto* const words = static_cast<Word*>(base(list)) + at_;
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      if (holds(k)) words[k] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
-    }
   }
 
   template <int state>
