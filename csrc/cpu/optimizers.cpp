@@ -154,50 +154,31 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The loop over memory that converts gradients and copies, or null. Gradients that were unscaled are fp32.
-template <class Optimizer>
-MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
-  const TensorLists& lists = call.lists;
-  for (int list = 1; list < 2 + call.states(); ++list) {
-    if (lists.dtype[list] != DType::f32) return nullptr;
-  }
-  const bool copies = call.write_back == WriteBack::copy;
-  if (!copies && call.write_back != WriteBack::nearest) return nullptr;
-  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
-  if (copies && copy == DType::f32) return nullptr;
-  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];
-  return loops.mixed[static_cast<int>(grad)][static_cast<int>(copy)];
-}
-
-// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp.
+// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp. They convert gradients
+// and copies on the way where all else is as the arithmetic has it; elsewhere blocks are converted before and after.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
             const StepLoopsOf<T, Optimizer>& loops) {
+  const TensorLists& lists = call.lists;
   const StepAccess<T> access(call, scalars);
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
-      const auto step_block = [&](const Block& block) {
-        typename StepAccess<T>::Buffers buffers;
-        StepBlock<T> at = access.open(block, buffers);
-        const void* grad = access.memory(0, block);
-        if (call.unscales) {
-          access.read_gradients(at, block, buffers);
-          grad = at.grad;
-        }
-        mixed(at, grad, access.memory(call.lists.depth - 1, block), optimizer);
-      };
-      const bool has_buffers = call.unscales && call.lists.dtype[0] != DType::f32;
-      return for_each_block(context, call.lists, step_block, has_buffers ? 1 : kAtOnce);
-    }
-  }
-  for_each_block(context, call.lists, [&](const Block& block) {
+  const bool copies = call.write_back == WriteBack::copy;
+  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
+  bool is_direct = sizeof(T) == sizeof(float) && (copies ? copy != DType::f32 : call.write_back == WriteBack::nearest);
+  for (int list = 1; list < 2 + call.states(); ++list) is_direct = is_direct && lists.dtype[list] == DType::f32;
+  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];  // unscaled gradients are fp32
+  const auto loop = is_direct ? loops.loop[static_cast<int>(grad)][static_cast<int>(copy)] : loops.loop[0][0];
+  const auto step_block = [&](const Block& block) {
     typename StepAccess<T>::Buffers buffers;
     StepBlock<T> at = access.open(block, buffers);
-    access.read_gradients(at, block, buffers);
-    loops.plain(at, optimizer);
+    const bool reads = !is_direct || call.unscales;
+    if (reads) access.read_gradients(at, block, buffers);
+    loop(at, reads ? at.grad : access.memory(0, block), access.memory(lists.depth - 1, block), optimizer);
+    if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
-  });
+  };
+  const bool has_buffers = !is_direct || (call.unscales && lists.dtype[0] != DType::f32);
+  for_each_block(context, lists, step_block, has_buffers ? 1 : kAtOnce);
 }
 
 // The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the

@@ -101,7 +101,9 @@ inline void step_elements(const StepBlock<T>& block, const Optimizer& chosen, in
 }
 
 template <class T, class Grad, class Copy, class Optimizer>
-inline void step_strips(const StepBlock<T>& block, const Grad* grad, Copy* copy, const Optimizer& optimizer) {
+void step(const StepBlock<T>& block, const void* grads, void* copies, const Optimizer& optimizer) {
+  const Grad* const grad = static_cast<const Grad*>(grads);
+  Copy* const copy = static_cast<Copy*>(copies);
   StepBlock<T> strip = block;
   T wide[kStrip];
   for_each_strip(block.n, [&](int64_t i, int64_t n) {
@@ -126,19 +128,9 @@ inline void step_strips(const StepBlock<T>& block, const Grad* grad, Copy* copy,
   });
 }
 
-template <class T, class Optimizer>
-void step(const StepBlock<T>& block, const Optimizer& optimizer) {
-  step_strips(block, block.grad, block.weight, optimizer);
-}
-
-template <class Grad, class Copy, class Optimizer>
-void step_mixed(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer) {
-  step_strips(block, static_cast<const Grad*>(grad), static_cast<Copy*>(copy), optimizer);
-}
-
 template <class T>
 void lamb_moments(const StepBlock<T>& block, const Lamb<T>& chosen) {
-  const Lamb<T> lamb = chosen;  // copies, as in step()
+  const Lamb<T> lamb = chosen;  // copies, as in step_elements()
   const T grad_scale = block.grad_scale;
   const T *const grad = block.grad, *const weight = block.weight;
   T *const m = block.state[0], *const v = block.state[1];
@@ -212,15 +204,12 @@ void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, R
 template <class T, class Optimizer>
 constexpr StepLoopsOf<T, Optimizer> loops_of() {
   if constexpr (sizeof(T) == sizeof(double)) {
-    return {step<T, Optimizer>, {}};
+    return {{{step<T, T, T, Optimizer>}}};
   } else {
-    return {
-        step<T, Optimizer>,
-        {{step_mixed<float, float, Optimizer>, step_mixed<float, Half, Optimizer>,
-          step_mixed<float, BFloat16, Optimizer>},
-         {step_mixed<Half, float, Optimizer>, step_mixed<Half, Half, Optimizer>, step_mixed<Half, BFloat16, Optimizer>},
-         {step_mixed<BFloat16, float, Optimizer>, step_mixed<BFloat16, Half, Optimizer>,
-          step_mixed<BFloat16, BFloat16, Optimizer>}}};
+    return {{{step<T, T, T, Optimizer>, step<T, T, Half, Optimizer>, step<T, T, BFloat16, Optimizer>},
+             {step<T, Half, T, Optimizer>, step<T, Half, Half, Optimizer>, step<T, Half, BFloat16, Optimizer>},
+             {step<T, BFloat16, T, Optimizer>, step<T, BFloat16, Half, Optimizer>,
+              step<T, BFloat16, BFloat16, Optimizer>}}};
   }
 }
 
