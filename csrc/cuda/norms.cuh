@@ -147,7 +147,7 @@ struct LayerNorms {
 
 // The norms of the first `count` lists: of gradients times a factor, and of weights.
 template <class Norm, int count, class Table>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     layer_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor,
                        LayerNorms to) {
   if (found_inf.is_set()) return;

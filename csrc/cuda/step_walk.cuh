@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[dept
   if constexpr (extras) {
     const auto load = [&](auto by) {
 #pragma unroll
-      for (int k = 0; k < n; ++k) value[1][k] = load_weight(by, value[1][k], value[depth - 1][k]);
+      for (int k = 0; k < n; ++k) value[1][k] = load_weight(decltype(by)::value, value[1][k], value[depth - 1][k]);
     };
     if (mode == WriteBack::split) load(Mode<WriteBack::split>{});
     if (mode == WriteBack::kahan) load(Mode<WriteBack::kahan>{});
@@ -93,12 +93,13 @@ template <bool extras, bool may_lack, int depth, int n, class Places>
 __device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
                                               const Places& places) {
   const auto store = [&](auto by) {
+    constexpr WriteBack this_mode = decltype(by)::value;
 #pragma unroll
     for (int k = 0; k < n; ++k) {
-      const uint32_t random = by == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
+      const uint32_t random = this_mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
       float rest = 0;
-      store_weight(by, param, value[1][k], random, value[1][k], rest);
-      if constexpr (has_extras(by)) value[depth - 1][k] = rest;
+      store_weight(this_mode, param, value[1][k], random, value[1][k], rest);
+      if constexpr (has_extras(this_mode)) value[depth - 1][k] = rest;
     }
   };
   if constexpr (extras) {
