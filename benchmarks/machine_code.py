@@ -24,14 +24,15 @@ LIBRARY = Path(__file__).resolve().parents[1] / "ampctx" / "_ops.so"
 BUILD = "AMPCTX_CUDA=1 python setup.py build_ext --inplace"
 PLACES, PACKAGE = ("cuobjdump", "/usr/local/cuda/bin/cuobjdump"), "nvidia-cuda-cuobjdump"
 # The hot kernels that write elements, and those that only read them.
-WRITING = ("scale", "axpby", "step", "lamb", "rounded_step", "rounded_lamb", "larc")
-READING = ("l2norm", "gradient_norm", "larc_norms")
+WRITING = ("scale", "axpby", "step", "lamb", "larc")
+READING = ("l2norm", "layer_norms")
 WIDE = 128  # bits of the widest access that all architectures have
-CODES = 64  # bits of a thread's codes of rounded states, and of a pointer in a table on the device
+CODES = 64  # bits of a thread's codes of rounded states
 BYTES = 16  # of an instruction, from sm_70 on
 RULES = ("no spills, no stack", f"{WIDE}-bit loads, and stores if it writes, in every hot loop", "no generic accesses")
 
 HOT = re.compile(rf"\d({'|'.join(WRITING + READING)})_kernelI\w*Table")  # in a mangled name
+ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")  # such a kernel of a step: its template arguments
 SECTION = re.compile(r"^arch = (sm_\d+\w*)", re.M)
 RESOURCES = re.compile(r"^ Function (\S+):\n\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M)
 INFO = re.compile(r"^\.nv\.info\.(\S+)$", re.M)
@@ -116,11 +117,13 @@ class Code:
         return False
 
 
-def broken_rules(function: str, sass: str, info: str = "", stack: int = 0, local: int = 0) -> list[str]:
-    """The rules that a hot kernel breaks."""
+def broken_rules(
+    function: str, sass: str, info: str = "", stack: int = 0, local: int = 0, rounds: bool = False
+) -> list[str]:
+    """The rules that a hot kernel breaks. ``rounds``: its states may be codes."""
     code = Code(sass, info)
     names = {one.name for one in code.code}
-    narrowest = CODES if function.startswith("rounded") else WIDE
+    narrowest = CODES if rounds else WIDE
     wide = [code.has_wide_way(first, body, function in WRITING, narrowest) for first, body in code.hot_loops().items()]
     broken = (stack or local or names & {"LDL", "STL"}, not wide or not all(wide), names & {"LD", "ST"})
     return [rule for rule, is_broken in zip(RULES, broken, strict=True) if is_broken]
@@ -176,7 +179,9 @@ def check(library: Path) -> tuple[int, list[str]]:
         return [
             f"{rule}: broken by {name} on {arch}"
             for name, memory in hot[arch].items()
-            for rule in broken_rules(HOT.search(name)[1], sass[name], info[name], *map(int, memory))
+            for rule in broken_rules(
+                HOT.search(name)[1], sass[name], info[name], *map(int, memory), bool(ROUNDS.search(name))
+            )
         ]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

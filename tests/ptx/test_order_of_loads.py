@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm|gradient_norm|larc_norms)_kernel")
+WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm|layer_norms)_kernel")
 CONVERTS = "cvt.f32.f16"
 
 
