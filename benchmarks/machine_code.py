@@ -24,7 +24,7 @@ LIBRARY = Path(__file__).resolve().parents[1] / "ampctx" / "_ops.so"
 BUILD = "AMPCTX_CUDA=1 python setup.py build_ext --inplace"
 PLACES, PACKAGE = ("cuobjdump", "/usr/local/cuda/bin/cuobjdump"), "nvidia-cuda-cuobjdump"
 # The hot kernels that write elements, and those that only read them.
-WRITING = ("scale", "axpby", "step", "lamb", "larc")
+WRITING = ("scale", "axpby", "step", "lamb", "rounded_step", "rounded_lamb", "larc")
 READING = ("l2norm", "layer_norms")
 WIDE = 128  # bits of the widest access that all architectures have
 CODES = 64  # bits of a thread's codes of rounded states
@@ -32,13 +32,18 @@ BYTES = 16  # of an instruction, from sm_70 on
 RULES = ("no spills, no stack", f"{WIDE}-bit loads, and stores if it writes, in every hot loop", "no generic accesses")
 
 HOT = re.compile(rf"\d({'|'.join(WRITING + READING)})_kernelI\w*Table")  # in a mangled name
-ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")  # such a kernel of a step: its template arguments
+ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")  # a kernel for rounded states, by its template arguments
 SECTION = re.compile(r"^arch = (sm_\d+\w*)", re.M)
 RESOURCES = re.compile(r"^ Function (\S+):\n\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M)
 INFO = re.compile(r"^\.nv\.info\.(\S+)$", re.M)
 INDIRECT = re.compile(r"Offset of Indirect Branch: (0x[0-9a-f]+)\s+Number of targets: \d+\s+Targets: ([0-9a-fx ]+)")
 FUNCTION = re.compile(r"^\s*Function : (\S+)$", re.M)
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;\n]*);", re.M)
+
+
+def kind(name: str) -> str:
+    """Of a hot kernel, by its mangled name."""
+    return ("rounded_" if ROUNDS.search(name) else "") + HOT.search(name)[1]
 
 
 class Missing(Exception):
@@ -117,13 +122,11 @@ class Code:
         return False
 
 
-def broken_rules(
-    function: str, sass: str, info: str = "", stack: int = 0, local: int = 0, rounds: bool = False
-) -> list[str]:
-    """The rules that a hot kernel breaks. ``rounds``: its states may be codes."""
+def broken_rules(function: str, sass: str, info: str = "", stack: int = 0, local: int = 0) -> list[str]:
+    """The rules that a hot kernel breaks."""
     code = Code(sass, info)
     names = {one.name for one in code.code}
-    narrowest = CODES if rounds else WIDE
+    narrowest = CODES if function.startswith("rounded") else WIDE
     wide = [code.has_wide_way(first, body, function in WRITING, narrowest) for first, body in code.hot_loops().items()]
     broken = (stack or local or names & {"LDL", "STL"}, not wide or not all(wide), names & {"LD", "ST"})
     return [rule for rule, is_broken in zip(RULES, broken, strict=True) if is_broken]
@@ -179,14 +182,12 @@ def check(library: Path) -> tuple[int, list[str]]:
         return [
             f"{rule}: broken by {name} on {arch}"
             for name, memory in hot[arch].items()
-            for rule in broken_rules(
-                HOT.search(name)[1], sass[name], info[name], *map(int, memory), bool(ROUNDS.search(name))
-            )
+            for rule in broken_rules(kind(name), sass[name], info[name], *map(int, memory))
         ]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         broken = [line for lines in pool.map(of_arch, hot) for line in lines]
-    lost = {*WRITING, *READING} - {HOT.search(name)[1] for kernels in hot.values() for name in kernels}
+    lost = {*WRITING, *READING} - {kind(name) for kernels in hot.values() for name in kernels}
     broken += [f"the library has no {name}_kernel: mend WRITING and READING" for name in sorted(lost)]
     return sum(map(len, hot.values())), broken
 

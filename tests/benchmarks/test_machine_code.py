@@ -32,6 +32,8 @@ def planted(old: str, new: str) -> str:
         pytest.param("step", planted("@P0 LDG.E.128", "@P0 LD.E.128"), [GENERIC], id="generic"),
         pytest.param("step", planted("LDG.E.128 R16", "LDG.E R16"), [WIDE], id="narrow-load"),
         pytest.param("step", planted("LDG.E.128 R16", "LDG.E.64 R16"), [WIDE], id="narrow-load-of-64"),
+        pytest.param("rounded_step", planted("LDG.E.128 R16", "LDG.E.64 R16"), [], id="codes"),
+        pytest.param("rounded_step", planted("LDG.E.128", "LDG.E.64"), [WIDE], id="codes-alone"),
         pytest.param("step", planted("STG.E.128", "STG.E"), [WIDE], id="narrow-store"),
         pytest.param("l2norm", planted("STG.E.128", "FADD"), [], id="reads-only"),
         pytest.param("step", planted("@P1 BRA", "@P1 FADD"), [WIDE], id="no-loop"),
@@ -39,12 +41,6 @@ def planted(old: str, new: str) -> str:
 )
 def test_rules(function, text, broken):
     assert machine_code.broken_rules(function, text) == broken
-
-
-@pytest.mark.parametrize(("which", "broken"), [("LDG.E.128 R16", []), ("LDG.E.128", [WIDE])])
-def test_codes_are_narrower_beside_wide_loads(which, broken):
-    text = planted(which, which.replace("128", "64"))
-    assert machine_code.broken_rules("step", text, rounds=True) == broken
 
 
 @pytest.mark.parametrize("memory", [{"stack": 88}, {"local": 8}])
