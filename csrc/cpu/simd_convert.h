@@ -100,12 +100,6 @@ struct Vector {
     return values;
   }
 
-  static Type load(const BFloat16* x) {
-    Narrow bits;
-    memcpy(&bits, x, sizeof(bits));
-    return bits_as<Type>(__builtin_convertvector(bits, Words) << 16);
-  }
-
   template <bool streams>
   static void store(const Type& values, T* to) {
     put<streams>(values, to);
@@ -123,6 +117,9 @@ struct Vector {
   // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
 #if defined(__AVX512F__)
   static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
+  }
   static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
   template <bool streams>
   static void store(const Type& values, Half* to) {
@@ -131,6 +128,7 @@ struct Vector {
   }
 #elif defined(__AVX2__)
   static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
+  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
   static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
   template <bool streams>
   static void store(const Type& values, Half* to) {

@@ -172,7 +172,7 @@ FAULTS = {
 
 def launched(modules: list[Module], fault: Fault) -> tuple[Module, str]:
     """The entry that the call launches, which has the smallest table in its parameters, and its module."""
-    state = {"l2norm": "5TableILi2E", "adam": "AdamIfLb0EEELb0ELb0E"}.get(fault.kernel, "")
+    state = {"l2norm": "5TableILi2E", "adam": "AdamIfLb0EEELb0ELb0ELb0E"}.get(fault.kernel, "")
     candidates = [
         (int(table[1]), module, entry.name)
         for module in modules
