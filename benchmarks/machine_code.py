@@ -25,19 +25,25 @@ BUILD = "AMPCTX_CUDA=1 python setup.py build_ext --inplace"
 PLACES, PACKAGE = ("cuobjdump", "/usr/local/cuda/bin/cuobjdump"), "nvidia-cuda-cuobjdump"
 # The hot kernels that write elements, and those that only read them.
 WRITING = ("scale", "axpby", "step", "lamb", "rounded_step", "rounded_lamb", "larc")
-READING = ("l2norm", "gradient_norm", "larc_norms")
+READING = ("l2norm", "layer_norms")
 WIDE = 128  # bits of the widest access that all architectures have
-CODES = 64  # bits of a thread's codes of rounded states, and of a pointer in a table on the device
+CODES = 64  # bits of a thread's codes of rounded states
 BYTES = 16  # of an instruction, from sm_70 on
 RULES = ("no spills, no stack", f"{WIDE}-bit loads, and stores if it writes, in every hot loop", "no generic accesses")
 
 HOT = re.compile(rf"\d({'|'.join(WRITING + READING)})_kernelI\w*Table")  # in a mangled name
+ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")  # a kernel for rounded states, by its template arguments
 SECTION = re.compile(r"^arch = (sm_\d+\w*)", re.M)
 RESOURCES = re.compile(r"^ Function (\S+):\n\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M)
 INFO = re.compile(r"^\.nv\.info\.(\S+)$", re.M)
 INDIRECT = re.compile(r"Offset of Indirect Branch: (0x[0-9a-f]+)\s+Number of targets: \d+\s+Targets: ([0-9a-fx ]+)")
 FUNCTION = re.compile(r"^\s*Function : (\S+)$", re.M)
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;\n]*);", re.M)
+
+
+def kind(name: str) -> str:
+    """Of a hot kernel, by its mangled name."""
+    return ("rounded_" if ROUNDS.search(name) else "") + HOT.search(name)[1]
 
 
 class Missing(Exception):
@@ -176,12 +182,12 @@ def check(library: Path) -> tuple[int, list[str]]:
         return [
             f"{rule}: broken by {name} on {arch}"
             for name, memory in hot[arch].items()
-            for rule in broken_rules(HOT.search(name)[1], sass[name], info[name], *map(int, memory))
+            for rule in broken_rules(kind(name), sass[name], info[name], *map(int, memory))
         ]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         broken = [line for lines in pool.map(of_arch, hot) for line in lines]
-    lost = {*WRITING, *READING} - {HOT.search(name)[1] for kernels in hot.values() for name in kernels}
+    lost = {*WRITING, *READING} - {kind(name) for kernels in hot.values() for name in kernels}
     broken += [f"the library has no {name}_kernel: mend WRITING and READING" for name in sorted(lost)]
     return sum(map(len, hot.values())), broken
 

@@ -385,7 +385,7 @@ void multi_tensor_larc(Arguments& in) {
   const LarcOptions options = LarcOptions::taken(in);
 
   const Call call("multi_tensor_larc", backend, grads, found_inf);
-  OptimizerCall larc;
+  StepCall larc;
   larc.lists = call.lists({grads, params});
   larc.found_inf = call.found_inf(found_inf);
   larc.inv_scale = {call.factor("inv_scale", inv_scale)};

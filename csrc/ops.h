@@ -47,6 +47,8 @@ struct FoundInf {
 struct Factor {
   const float* device = nullptr;
   double value = 1.0;
+
+  AMPCTX_MEMBER float get() const { return device ? *device : static_cast<float>(value); }
 };
 
 // A factor of gradients, which are clipped where max_norm is not negative: functors/loss_scale.h. On the CPU the clip
@@ -54,6 +56,10 @@ struct Factor {
 struct ClippedFactor : Factor {
   Factor norm{};
   float max_norm = -1;
+
+  AMPCTX_MEMBER float get() const {
+    return max_norm < 0 ? Factor::get() : clip_factor_element(norm.get(), Factor::get(), max_norm);
+  }
 };
 
 // What a kernel may ask of its surroundings.
@@ -100,31 +106,32 @@ struct BlockFactors {
 // One fp32 element for each tensor of the caller's lists, those without elements too. No two are the same.
 using PerTensor = std::vector<float*>;
 
-// What every optimizer op is given. Where found_inf is set, nothing changes.
-struct OptimizerCall {
-  TensorLists lists;  // grads, params, and what a step adds
-  FoundInf found_inf;
+// What a step tells its kernels of all tensors alike. Where found_inf is set, nothing changes.
+struct StepParameters {
+  FoundInf found_inf{};
   ClippedFactor inv_scale;
   Factor lr;
-  void* norms = nullptr;  // norms_workspace bytes, where the op asks for norms of tensors
+  bool maximize = false;
+  bool unscales = false;          // whether the gradients become what the step computes with: times inv_scale
+  bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
+  WriteBack write_back = WriteBack::nearest;
+  SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
 };
 
-// A step: its lists go on with the op's states, and extras where write_back has any. The step counts go up by one
-// before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of tensors with elements.
-struct StepCall : OptimizerCall {
+// What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. The
+// step counts go up by one before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of
+// tensors with elements. LARC, which takes no step, has two lists.
+struct StepCall : StepParameters {
+  TensorLists lists;
   PerTensor steps;                     // step counts
   std::vector<PerTensor> one_element;  // the op's other states of one element
   std::vector<Factor> factors;         // the op's own
-  bool maximize;
-  bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
-  WriteBack write_back;
-  bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
   // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
   std::array<std::vector<void*>, kCodedStates> scales;
   const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
   TensorRule rule;                   // what becomes of the step counts
-  SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
-  void* workspace;   // step_workspace bytes on the CPU
+  void* workspace = nullptr;         // step_workspace bytes on the CPU
+  void* norms = nullptr;             // norms_workspace bytes, where the op asks for norms of tensors
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
@@ -153,7 +160,7 @@ int norms_for(const Options&) {
   void block_factors(const Context&, const float* scale, const BlockFactors&);                                \
   void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);                     \
   AMPCTX_STEP_OPS(AMPCTX_ENTRY, )                                                                             \
-  void larc(const Context&, const OptimizerCall&, const LarcOptions&);
+  void larc(const Context&, const StepCall&, const LarcOptions&);
 namespace cpu {
 AMPCTX_ENTRIES
 }

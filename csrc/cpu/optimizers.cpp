@@ -154,50 +154,31 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The loop over memory that converts gradients and copies, or null. Gradients that were unscaled are fp32.
-template <class Optimizer>
-MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
-  const TensorLists& lists = call.lists;
-  for (int list = 1; list < 2 + call.states(); ++list) {
-    if (lists.dtype[list] != DType::f32) return nullptr;
-  }
-  const bool copies = call.write_back == WriteBack::copy;
-  if (!copies && call.write_back != WriteBack::nearest) return nullptr;
-  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
-  if (copies && copy == DType::f32) return nullptr;
-  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];
-  return loops.mixed[static_cast<int>(grad)][static_cast<int>(copy)];
-}
-
-// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp.
+// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp. They convert gradients
+// and copies on the way where all else is as the arithmetic has it; elsewhere blocks are converted before and after.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
             const StepLoopsOf<T, Optimizer>& loops) {
+  const TensorLists& lists = call.lists;
   const StepAccess<T> access(call, scalars);
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
-      const auto step_block = [&](const Block& block) {
-        typename StepAccess<T>::Buffers buffers;
-        StepBlock<T> at = access.open(block, buffers);
-        const void* grad = access.memory(0, block);
-        if (call.unscales) {
-          access.read_gradients(at, block, buffers);
-          grad = at.grad;
-        }
-        mixed(at, grad, access.memory(call.lists.depth - 1, block), optimizer);
-      };
-      const bool has_buffers = call.unscales && call.lists.dtype[0] != DType::f32;
-      return for_each_block(context, call.lists, step_block, has_buffers ? 1 : kAtOnce);
-    }
-  }
-  for_each_block(context, call.lists, [&](const Block& block) {
+  const bool copies = call.write_back == WriteBack::copy;
+  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
+  bool is_direct = sizeof(T) == sizeof(float) && (copies ? copy != DType::f32 : call.write_back == WriteBack::nearest);
+  for (int list = 1; list < 2 + call.states(); ++list) is_direct = is_direct && lists.dtype[list] == DType::f32;
+  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];  // unscaled gradients are fp32
+  const auto loop = is_direct ? loops.loop[static_cast<int>(grad)][static_cast<int>(copy)] : loops.loop[0][0];
+  const auto step_block = [&](const Block& block) {
     typename StepAccess<T>::Buffers buffers;
     StepBlock<T> at = access.open(block, buffers);
-    access.read_gradients(at, block, buffers);
-    loops.plain(at, optimizer);
+    const bool reads = !is_direct || call.unscales;
+    if (reads) access.read_gradients(at, block, buffers);
+    loop(at, reads ? at.grad : access.memory(0, block), access.memory(lists.depth - 1, block), optimizer);
+    if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
-  });
+  };
+  const bool has_buffers = !is_direct || (call.unscales && lists.dtype[0] != DType::f32);
+  for_each_block(context, lists, step_block, has_buffers ? 1 : kAtOnce);
 }
 
 // The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the
@@ -254,7 +235,7 @@ void lamb_as(const Context& context, const StepCall& call, const LambOptions& op
 
 // A walk for the norms, then one that rewrites the gradients.
 template <class T>
-void larc_as(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+void larc_as(const Context& context, const StepCall& call, const LarcOptions& options) {
   const BlockAccess<T> access(call.lists, simd());
   const auto norm = arithmetic<T>(simd()).l2norm;
   const auto loop = optimizer_loops<T>(simd()).layers.larc;
@@ -284,25 +265,19 @@ void larc_as(const Context& context, const OptimizerCall& call, const LarcOption
 template <class T>
 std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool inf_norm) {
   const BlockAccess<T> access(call.lists, simd());
-  const Arithmetic<T>& loops = arithmetic<T>(simd());
+  const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
   const T inv_scale = static_cast<T>(call.inv_scale.value);
   double* const partial = static_cast<double*>(call.norms);
   for_each_block(context, call.lists, [&](const Block& block) {
     typename BlockAccess<T>::Buffer buffer;
-    const T* const g = access.read(0, block, buffer);
-    if (inf_norm) {
-      loops.max_norm(g, block.size, inv_scale, &partial[block.number]);
-    } else {
-      loops.l2norm(g, block.size, inv_scale, &partial[block.number]);
-    }
+    norm(access.read(0, block, buffer), block.size, inv_scale, &partial[block.number]);
   });
   std::vector<T> norms;
   norms.reserve(call.lists.numel.size());
   const auto keep = [&](int64_t, const double (&total)[1]) {
     norms.push_back(static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0])));
   };
-  const auto larger = [](double a, double b) { return maximum(a, b); };
-  inf_norm ? for_each_total<1>(call.lists, partial, keep, larger) : for_each_total<1>(call.lists, partial, keep);
+  for_each_total<1>(call.lists, partial, keep, inf_norm);
   return norms;
 }
 
@@ -336,7 +311,7 @@ void step_as(const Context& context, const StepCall& call, const Options& option
 
 // Calls step(T{}) with the type that the call computes in, unless its found_inf is set.
 template <class Step>
-void take(const OptimizerCall& call, const Step& step) {
+void take(const StepCall& call, const Step& step) {
   if (call.found_inf.is_set()) return;
   call.lists.computes_in_f64() ? step(double{}) : step(float{});
 }
@@ -347,7 +322,7 @@ void lamb(const Context& context, const StepCall& call, const LambOptions& optio
   take(call, [&](auto zero) { lamb_as<decltype(zero)>(context, call, options); });
 }
 
-void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
+void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
   take(call, [&](auto zero) { larc_as<decltype(zero)>(context, call, options); });
 }
 

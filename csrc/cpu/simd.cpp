@@ -1,6 +1,4 @@
 // The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
-#include <type_traits>
-
 #include "../functors/elementwise.h"
 #include "simd_convert.h"
 
@@ -181,7 +179,7 @@ bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
 }
 
 template <class T>
-void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
+bool max_norm(const T* x, int64_t n, T inv_scale, double* result) {
   BitsOf<T> largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const auto bits = magnitude_bits(x[i] * inv_scale);
@@ -190,6 +188,7 @@ void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
   T value;
   memcpy(&value, &largest, sizeof(value));
   *result = static_cast<double>(value);
+  return true;
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ struct Arithmetic {
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
   bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sums);  // of squares, one for each kBlock elements
-  // max|x * inv_scale|, or nan if an element is nan. Does no finite check.
-  void (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
+  // max|x * inv_scale|, or nan if an element is nan. True: does no finite check.
+  bool (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
 };
 
 // One block of an optimizer step, in the type of the arithmetic.
@@ -35,18 +35,14 @@ struct StepBlock {
   TensorScalars<T> tensor;
 };
 
+// Of gradients and copies of weights in their memory type. Weights and states are in the type of the arithmetic.
 template <class T, class Optimizer>
-using StepLoop = void (*)(const StepBlock<T>& block, const Optimizer& optimizer);
+using StepLoop = void (*)(const StepBlock<T>& block, const void* grad, void* copy, const Optimizer& optimizer);
 
-// The same with gradients and copies of weights in their memory type. Weights and states are fp32.
-template <class Optimizer>
-using MixedLoop = void (*)(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer);
-
+// Indexed by the types of gradients and copies. f32: of the type of the arithmetic, and no copies. Null for others.
 template <class T, class Optimizer>
 struct StepLoopsOf {
-  StepLoop<T, Optimizer> plain;
-  // Indexed by the types of gradients and copies (f32: no copies). Null for other types.
-  MixedLoop<Optimizer> mixed[kDTypes][kDTypes];
+  StepLoop<T, Optimizer> loop[kDTypes][kDTypes];
 };
 
 template <class T, class Functors>
@@ -61,7 +57,7 @@ using StepLoops = LoopsOf<T, AllFunctors<T>>;
 // Parts of the steps that need more than one walk.
 template <class T>
 struct LayerLoops {
-  StepLoop<T, Lamb<T>> lamb_moments;  // does not change the weight
+  void (*lamb_moments)(const StepBlock<T>& block, const Lamb<T>& lamb);  // does not change the weight
   void (*lamb_direction)(const StepBlock<T>& block, const Lamb<T>& lamb, T* u);
   void (*descend)(T* weight, const T* u, int64_t n, T rate);  // weight -= rate u
   void (*larc)(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& tensor);

@@ -5,6 +5,8 @@
 // one copy for all instruction sets (functors/host_device.h).
 #pragma once
 
+#include <type_traits>
+
 #include "../functors/convert.h"
 #include "simd.h"
 
@@ -48,20 +50,6 @@ AMPCTX_FN void narrow(float value, Half& to) { to.bits = float_to_half(value); }
 AMPCTX_FN void narrow(float value, BFloat16& to) { to.bits = float_to_bfloat16(value); }
 AMPCTX_FN void narrow(float value, Remainder& to) { to.value = static_cast<int16_t>(static_cast<int32_t>(value)); }
 AMPCTX_FN void narrow(float value, float& to) { to = value; }
-
-template <class Memory, class T>
-void load(const void* from, void* to, int64_t n) {
-  const Memory* in = static_cast<const Memory*>(from);
-  T* out = static_cast<T*>(to);
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(widen(in[i]));
-}
-
-template <class Memory, class T>
-void store(const void* from, void* to, int64_t n) {
-  const T* in = static_cast<const T*>(from);
-  Memory* out = static_cast<Memory*>(to);
-  for (int64_t i = 0; i < n; ++i) narrow(static_cast<float>(in[i]), out[i]);
-}
 
 // Bytes of a vector of the instruction set.
 #if defined(__AVX512F__)
@@ -150,30 +138,35 @@ struct Vector {
 #endif
 };
 
-#ifdef __F16C__
-// Stores whole vectors: a vector that is stored by halves and read at once stalls.
+// Returns how many elements it has converted: fp16, in whole vectors, as one that is stored by halves and read at once
+// stalls.
 template <class From, class To>
-int64_t convert_vectors(const From* in, To* out, int64_t n) {
+int64_t convert_vectors([[maybe_unused]] const From* in, [[maybe_unused]] To* out, [[maybe_unused]] int64_t n) {
+#ifdef __F16C__
   using Floats = Vector<float>;
-  const int64_t whole = n / Floats::kWidth * Floats::kWidth;
-  for (int64_t i = 0; i < whole; i += Floats::kWidth) Floats::template store<false>(Floats::load(in + i), out + i);
-  return whole;
-}
-
-template <>
-void load<Half, float>(const void* from, void* to, int64_t n) {
-  const Half* in = static_cast<const Half*>(from);
-  float* out = static_cast<float*>(to);
-  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) out[i] = widen(in[i]);
-}
-
-template <>
-void store<Half, float>(const void* from, void* to, int64_t n) {
-  const float* in = static_cast<const float*>(from);
-  Half* out = static_cast<Half*>(to);
-  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) narrow(in[i], out[i]);
-}
+  if constexpr (std::is_same_v<From, float> ? std::is_same_v<To, Half>
+                                            : std::is_same_v<From, Half> && std::is_same_v<To, float>) {
+    const int64_t whole = n / Floats::kWidth * Floats::kWidth;
+    for (int64_t i = 0; i < whole; i += Floats::kWidth) Floats::template store<false>(Floats::load(in + i), out + i);
+    return whole;
+  }
 #endif
+  return 0;
+}
+
+template <class Memory, class T>
+void load(const void* from, void* to, int64_t n) {
+  const Memory* in = static_cast<const Memory*>(from);
+  T* out = static_cast<T*>(to);
+  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) out[i] = static_cast<T>(widen(in[i]));
+}
+
+template <class Memory, class T>
+void store(const void* from, void* to, int64_t n) {
+  const T* in = static_cast<const T*>(from);
+  Memory* out = static_cast<Memory*>(to);
+  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) narrow(static_cast<float>(in[i]), out[i]);
+}
 
 constexpr uintptr_t kLine = 64;  // bytes of a memory line
 constexpr int64_t kStrip = 64;   // elements: short, so that the CPU converts a strip while it computes the one before

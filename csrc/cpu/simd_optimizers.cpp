@@ -1,6 +1,4 @@
 // The CPU's inner loops of the optimizers. Compiled once per instruction set, with the rules of simd.cpp.
-#include <type_traits>
-
 #include "simd_convert.h"
 
 namespace ampctx::cpu {
@@ -18,6 +16,13 @@ void draw_state_bits(RandomKey key, uint32_t* bits, int64_t n) {
 template <DType type>
 using CodeOf = std::conditional_t<type == DType::i8, int8_t, uint8_t>;
 
+// Calls function(std::integral_constant<DType, type>) for a type of codes.
+template <class Function>
+inline void with_code(DType type, const Function& function) {
+  type == DType::i8 ? function(std::integral_constant<DType, DType::i8>{})
+                    : function(std::integral_constant<DType, DType::u8>{});
+}
+
 template <DType type>
 void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -25,13 +30,10 @@ void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t
 }
 
 void decode_state(DType type, const void* from, const float* scales, float* values, int64_t n) {
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    const float scale = scales[i / kCodeBlock];
-    if (type == DType::i8) {
-      decode_block<DType::i8>(static_cast<const int8_t*>(from) + i, scale, values + i, size);
-    } else {
-      decode_block<DType::u8>(static_cast<const uint8_t*>(from) + i, scale, values + i, size);
-    }
+  with_code(type, [&](auto code) {
+    const auto* const codes = static_cast<const CodeOf<code>*>(from);
+    for_each_strip(
+        n, [&](int64_t i, int64_t size) { decode_block<code>(codes + i, scales[i / kCodeBlock], values + i, size); });
   });
 }
 
@@ -61,16 +63,15 @@ void encode_block(const StateRounding& how, const float* values, int64_t first, 
   }
 }
 
-template <DType type>
-void encode_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    encode_block<type>(how, values + i, i, static_cast<CodeOf<type>*>(to) + i, scales + i / kCodeBlock, size);
-  });
-}
-
 void round_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
-  if (how.type == DType::i8) return encode_state<DType::i8>(how, values, to, scales, n);
-  if (how.type == DType::u8) return encode_state<DType::u8>(how, values, to, scales, n);
+  if (is_code(how.type)) {
+    return with_code(how.type, [&](auto code) {
+      auto* const codes = static_cast<CodeOf<code>*>(to);
+      for_each_strip(n, [&](int64_t i, int64_t size) {
+        encode_block<code>(how, values + i, i, codes + i, scales + i / kCodeBlock, size);
+      });
+    });
+  }
   uint16_t* const out = static_cast<uint16_t*>(to);
   const uint32_t* const random = how.random;
   const int state = how.state;
@@ -100,7 +101,9 @@ inline void step_elements(const StepBlock<T>& block, const Optimizer& chosen, in
 }
 
 template <class T, class Grad, class Copy, class Optimizer>
-inline void step_strips(const StepBlock<T>& block, const Grad* grad, Copy* copy, const Optimizer& optimizer) {
+void step(const StepBlock<T>& block, const void* grads, void* copies, const Optimizer& optimizer) {
+  const Grad* const grad = static_cast<const Grad*>(grads);
+  Copy* const copy = static_cast<Copy*>(copies);
   StepBlock<T> strip = block;
   T wide[kStrip];
   for_each_strip(block.n, [&](int64_t i, int64_t n) {
@@ -125,19 +128,9 @@ inline void step_strips(const StepBlock<T>& block, const Grad* grad, Copy* copy,
   });
 }
 
-template <class T, class Optimizer>
-void step(const StepBlock<T>& block, const Optimizer& optimizer) {
-  step_strips(block, block.grad, block.weight, optimizer);
-}
-
-template <class Grad, class Copy, class Optimizer>
-void step_mixed(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer) {
-  step_strips(block, static_cast<const Grad*>(grad), static_cast<Copy*>(copy), optimizer);
-}
-
 template <class T>
 void lamb_moments(const StepBlock<T>& block, const Lamb<T>& chosen) {
-  const Lamb<T> lamb = chosen;  // copies, as in step()
+  const Lamb<T> lamb = chosen;  // copies, as in step_elements()
   const T grad_scale = block.grad_scale;
   const T *const grad = block.grad, *const weight = block.weight;
   T *const m = block.state[0], *const v = block.state[1];
@@ -211,15 +204,12 @@ void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, R
 template <class T, class Optimizer>
 constexpr StepLoopsOf<T, Optimizer> loops_of() {
   if constexpr (sizeof(T) == sizeof(double)) {
-    return {step<T, Optimizer>, {}};
+    return {{{step<T, T, T, Optimizer>}}};
   } else {
-    return {
-        step<T, Optimizer>,
-        {{step_mixed<float, float, Optimizer>, step_mixed<float, Half, Optimizer>,
-          step_mixed<float, BFloat16, Optimizer>},
-         {step_mixed<Half, float, Optimizer>, step_mixed<Half, Half, Optimizer>, step_mixed<Half, BFloat16, Optimizer>},
-         {step_mixed<BFloat16, float, Optimizer>, step_mixed<BFloat16, Half, Optimizer>,
-          step_mixed<BFloat16, BFloat16, Optimizer>}}};
+    return {{{step<T, T, T, Optimizer>, step<T, T, Half, Optimizer>, step<T, T, BFloat16, Optimizer>},
+             {step<T, Half, T, Optimizer>, step<T, Half, Half, Optimizer>, step<T, Half, BFloat16, Optimizer>},
+             {step<T, BFloat16, T, Optimizer>, step<T, BFloat16, Half, Optimizer>,
+              step<T, BFloat16, BFloat16, Optimizer>}}};
   }
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor factor,
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor,
                  unsigned* tickets, ScaleUpdate update) {
   const float scale = factor.get();
   bool finite = true;
@@ -26,9 +26,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads)
-    axpby_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor a, KernelFactor b,
-                 int arg_to_check) {
+__global__ void __launch_bounds__(kThreads) axpby_kernel(const __grid_constant__ Table table, int64_t share,
+                                                         FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
   const float by_x = a.get(), by_y = b.get();
   bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
@@ -63,29 +62,6 @@ struct L2NormTargets {
         tickets(tickets_for(context)) {}
 };
 
-// Called by a warp of each block that has left a piece of the tensor: the norm of the tensor, where it is in more than
-// one block, by the last of these. List 1 of the table is where norms of tensors go.
-template <class Table>
-__device__ void finish_tensor(const Table& table, int64_t share, int tensor, const L2NormTargets& to) {
-  const int64_t first = table.offset[tensor] / share, last = (table.offset[tensor + 1] - 1) / share;
-  if (first == last) return;
-  int is_last = 0;
-  if (threadIdx.x == 0) is_last = takes_last_of_tensor(to.tickets, first, last);
-  if (!__shfl_sync(kAllLanes, is_last, 0)) return;
-  __syncwarp();  // lane 0 sees the pieces of other blocks, and then the others do
-  const float norm = norm_of_pieces<L2Norm, 1>(table, share, tensor, to.pieces);
-  if (threadIdx.x == 0) *static_cast<float*>(tensor_data(table, 1, tensor)) = norm;
-}
-
-// Called by a warp of each block. Only the first and the last tensor of a block are in others, too.
-template <class Table>
-__device__ void finish_tensors(const Table& table, int64_t share, const L2NormTargets& to) {
-  const int64_t begin = blockIdx.x * share, end = begin + share, total = table.elements();
-  const int first = find_tensor(table, begin), last = find_tensor(table, (end < total ? end : total) - 1);
-  finish_tensor(table, share, first, to);
-  if (last != first) finish_tensor(table, share, last, to);
-}
-
 // Called by one block.
 __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
   double sum = 0;
@@ -101,11 +77,14 @@ __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
 // the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
 template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
-    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
+    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, Factor factor,
                   L2NormTargets to, ScaleUpdate update) {
   const float inv_scale = factor.get();
   float sum = 0;
   bool finite = true;
+  [[maybe_unused]] const auto store = [&](int tensor, int, float norm) {
+    *static_cast<float*>(tensor_data(table, 1, tensor)) = norm;  // where norms of tensors go
+  };
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     float of_segment[1] = {};
     for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
@@ -115,14 +94,10 @@ __global__ void __launch_bounds__(kThreads)
     });
     sum += of_segment[0];
     if constexpr (per_tensor) {
-      leave_piece<L2Norm>(table, share, tensor, of_segment, to.pieces);
-      const bool is_whole = begin == 0 && size == table.offset[tensor + 1] - table.offset[tensor];
-      if (is_whole && threadIdx.x == 0) {
-        *static_cast<float*>(tensor_data(table, 1, tensor)) = L2Norm::finish(to.pieces[int64_t{blockIdx.x} + tensor]);
-      }
+      leave_piece<L2Norm>(table, share, tensor, of_segment, to.pieces, store);
     }
   });
-  if (per_tensor && threadIdx.x < kWarp) finish_tensors(table, share, to);
+  if constexpr (per_tensor) finish_norms<L2Norm, 1>(table, share, to.pieces, to.tickets, store);
   if (!finite) *found_inf.word = found_inf.raised;
   sum = join_block<L2Norm>(sum);
   if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
@@ -137,11 +112,11 @@ template <bool per_tensor>
 void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
                    L2NormTargets to, const ScaleUpdate* update) {
   int64_t left = lists.size();
-  for_each_table<per_tensor ? 2 : 1>(context, lists, [&](const auto& table) {
+  for_each_table<per_tensor ? 2 : 1>(lists, [&](const auto& table) {
     constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
     left -= table.count;
-    const Split grid = launch_over<kernel>(context, table, found_inf, KernelFactor(inv_scale), to,
-                                           left == 0 && update ? *update : ScaleUpdate{});
+    const Split grid =
+        launch_over<kernel>(context, table, found_inf, inv_scale, to, left == 0 && update ? *update : ScaleUpdate{});
     to.blocks += grid.blocks;
   });
 }
@@ -163,18 +138,17 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
   if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
   unsigned* const tickets = update ? tickets_for(context) : nullptr;
   int64_t left = lists.size();
-  for_each_table<2>(context, lists, [&](const auto& table) {
+  for_each_table<2>(lists, [&](const auto& table) {
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
     left -= table.count;
-    launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
-                        left == 0 && update ? *update : ScaleUpdate{});
+    launch_over<kernel>(context, table, found_inf, factor, tickets, left == 0 && update ? *update : ScaleUpdate{});
   });
 }
 
 void axpby(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
-  for_each_table<3>(context, lists, [&](const auto& table) {
+  for_each_table<3>(lists, [&](const auto& table) {
     constexpr auto kernel = &axpby_kernel<std::decay_t<decltype(table)>>;
-    launch_over<kernel>(context, table, found_inf, KernelFactor(a), KernelFactor(b), arg_to_check);
+    launch_over<kernel>(context, table, found_inf, a, b, arg_to_check);
   });
 }
 

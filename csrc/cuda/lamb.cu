@@ -13,49 +13,15 @@ enum class Walk { moments, weights, all };
 // What a kernel is given besides the table and its share.
 struct LambParameters {
   StepParameters step;
-  KernelFactor global_grad_norm;
+  Factor global_grad_norm;
   Lamb<float> lamb;
-  const float* norms;  // of w and u
-  float* partial;
+  LayerNorms norms;  // of w and u
 
-  LambParameters(const StepCall& call, const LambOptions& options, const NormsWorkspace& workspace)
-      : step(call),
-        global_grad_norm(call.factors[0]),
-        lamb(options),
-        norms(workspace.norms),
-        partial(workspace.partial) {}
+  LambParameters(const Context& context, const StepCall& call, const LambOptions& options)
+      : step(call), global_grad_norm(call.factors[0]), lamb(options), norms(context, call, 2) {}
 };
 
-template <Walk walk>
-using Take = std::integral_constant<Walk, walk>;
-
-// The walks of a call through tables of `depth` lists. launch(Take<walk>, table, parameters, counts) returns its grid.
-template <int depth, class Launch>
-void walk_lamb(const Context& context, const StepCall& call, const LambOptions& options, const TensorLists& lists,
-               const Launch& launch) {
-  const NormsWorkspace workspace(call, 2);
-  LambParameters parameters(call, options, workspace);
-  StepCounts counts(call);
-  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<depth>(context, lists, [&](const auto& table) {
-    if (has_ratio(options)) {
-      counts.tickets = nullptr;
-      const int64_t share = launch(Take<Walk::moments>{}, table, parameters, counts).share;
-      parameters.step.skips = {};
-      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      counts.tickets = tickets;
-      launch(Take<Walk::weights>{}, table, parameters, counts);
-    } else {
-      counts.tickets = tickets;
-      launch(Take<Walk::all>{}, table, parameters, counts);
-      parameters.step.skips = {};
-    }
-    counts.first += table.count;
-  });
-  advance_empty_steps(context, call);
-}
-
-template <Walk walk, bool extras, bool unscales>
+template <Walk walk, bool rounds, bool extras, bool unscales>
 struct LambFunctor {
   static constexpr int kDepth = 4 + extras;
 
@@ -67,7 +33,7 @@ struct LambFunctor {
   TensorScalars<float> tensor{};
   float sum[2] = {};
 
-  template <int n>
+  template <int n, class Places>
   __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
     load_weights<extras>(write_back, value);
     if constexpr (walk != Walk::weights) {
@@ -75,144 +41,110 @@ struct LambFunctor {
       for (int k = 0; k < n; ++k) {
         lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], value[2][k], value[3][k]);
       }
-      round_as_stored(m, value[2]);
-      round_as_stored(v, value[3]);
+      if constexpr (rounds) {
+        places.store_states(value);
+      } else {
+        round_as_stored(m, value[2]);
+        round_as_stored(v, value[3]);
+      }
     }
     float u[n];
 #pragma unroll
     for (int k = 0; k < n; ++k) u[k] = lamb_direction(lamb, tensor, value[1][k], value[2][k], value[3][k]);
     if constexpr (walk == Walk::moments) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) u[k] = places.holds(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
       sum[0] += L2Norm::of(value[1], 1.0f);
       sum[1] += L2Norm::of(u, 1.0f);
     } else {
 #pragma unroll
       for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
-      store_weights<extras>(write_back, param, tensor.key, value, places);
+      store_weights<extras, rounds>(write_back, param, tensor.key, value, places);
     }
   }
 };
 
 // The walk that keeps most at a time would spill registers with a second block.
-constexpr int resident_lamb_blocks(Walk walk, bool extras, bool unscales) {
+constexpr int resident_lamb_blocks(Walk walk, bool rounds, bool extras, bool unscales) {
+  if (rounds) return kRoundedBlocks;
   if (walk == Walk::all && extras && unscales) return 1;
   return resident_blocks_for(walk == Walk::weights ? 3 + extras : 4);
 }
 
 // Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
-// stores them, where that is asked for.
-template <Walk walk, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, extras, unscales))
+// stores them, where that is asked for. `rounds`: as for StepFunctor.
+template <Walk walk, bool rounds, bool extras, bool unscales, class Table>
+__global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, extras, unscales))
     lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
-  if (call.step.is_skipped()) return;
+  if (is_skipped(call.step)) return;
+  if constexpr (rounds) code_table<2>().fill();
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
   constexpr unsigned extra = extras ? one_of_lists(4) : 0;
-  constexpr unsigned written =
-      (walk == Walk::weights ? 0 : states | (unscales ? grads : 0)) | (walk == Walk::moments ? 0 : params | extra);
+  constexpr unsigned written = (walk == Walk::weights ? 0 : (rounds ? 0 : states) | (unscales ? grads : 0)) |
+                               (walk == Walk::moments ? 0 : params | extra);
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
+  [[maybe_unused]] const auto store = call.norms.store<2>();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
   // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
   constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
   constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
-  LambFunctor<walk, extras, unscales> functor{call.lamb,
-                                              {call.step.inv_scale.get(), call.step.maximize},
-                                              lr,
-                                              call.step.write_back,
-                                              table.dtype[1],
-                                              table.dtype[2],
-                                              table.dtype[3]};
+  LambFunctor<walk, rounds, extras, unscales> functor{call.lamb,
+                                                      {call.step.inv_scale.get(), call.step.maximize},
+                                                      lr,
+                                                      call.step.write_back,
+                                                      table.dtype[1],
+                                                      table.dtype[2],
+                                                      table.dtype[3]};
   for_each_step_segment<functor.kDepth>(
       table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
         functor.tensor = scalars;
         if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
         if constexpr (walk == Walk::weights) {
-          functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
+          functor.rate =
+              lamb_rate(lr, call.norms.norms[int64_t{2} * tensor], call.norms.norms[int64_t{2} * tensor + 1]);
         }
-        for_each_element<functor.kDepth, written, at_once>(table, tensor, begin, size, read, functor);
-        if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
+        walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call.step, functor);
+        if constexpr (walk == Walk::moments)
+          leave_piece<L2Norm>(table, share, tensor, functor.sum, call.norms.pieces, store);
       });
+  if constexpr (walk == Walk::moments) {
+    finish_norms<L2Norm, 2>(table, share, call.norms.pieces, call.norms.tickets, store);
+  }
 }
 
-template <bool extras, bool unscales>
+template <bool rounds, bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  walk_lamb<5 + extras>(context, call, options, call.lists, [&](auto walk, const auto& table, const auto&... given) {
-    constexpr bool stores = unscales && walk != Walk::weights;
-    constexpr auto kernel = &lamb_kernel<walk, extras, stores, std::decay_t<decltype(table)>>;
-    return launch_over<kernel>(context, table, given...);
+  LambParameters parameters(context, call, options);
+  StepCounts counts(call);
+  for_each_step_table<rounds, 5 + extras>(call, [&](const auto& table) {
+    const auto launch = [&](auto walk) {
+      constexpr bool stores = unscales && walk != Walk::weights;
+      constexpr auto kernel = &lamb_kernel<walk, rounds, extras, stores, std::decay_t<decltype(table)>>;
+      counts.tickets = walk == Walk::moments ? nullptr : parameters.norms.tickets;  // the last walk advances the counts
+      launch_over<kernel>(context, table, parameters, counts);
+      parameters.step.skips = {};
+    };
+    if (has_ratio(options)) {
+      launch(std::integral_constant<Walk, Walk::moments>{});
+      launch(std::integral_constant<Walk, Walk::weights>{});
+    } else {
+      launch(std::integral_constant<Walk, Walk::all>{});
+    }
+    counts.first += table.count;
   });
-}
-
-template <Walk walk, class Table>
-__global__ void __launch_bounds__(kThreads, kRoundedBlocks)
-    rounded_lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts,
-                        RoundingParameters how) {
-  constexpr int states = 2;
-  using Lists = RoundedLists<states>;
-  if (call.step.is_skipped()) return;
-  __shared__ CodeTable<states> codes;
-  codes.fill();
-  const GradientScale<true> gradient(call.step.inv_scale.get(), call.step.maximize);
-  const float lr = call.step.lr.get();
-  Lamb<float> lamb = call.lamb;
-  lamb.clip = lamb_clip(lamb, call.global_grad_norm.get());
-  for_each_step_segment<Lists::kSteps>(
-      table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
-        float sum[2] = {}, rate = lr;
-        if constexpr (walk == Walk::weights) {
-          rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
-        }
-        const RoundedTensor<states, Table> lists(table, tensor, codes, how.is_random, call.step.write_back);
-        for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
-          Weights value;
-          float state[states][kVector], u[kVector];
-          lists.template load<walk != Walk::weights>(octet, value, state);
-          if constexpr (walk != Walk::weights) {
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) {
-              lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], state[0][k], state[1][k]);
-            }
-            if (how.unscales) lists.store_grads(octet, value[0]);
-            lists.store_states(octet, scalars.key, state);
-          }
-#pragma unroll
-          for (int k = 0; k < kVector; ++k) {
-            u[k] = lamb_direction(lamb, scalars, value[1][k], state[0][k], state[1][k]);
-          }
-          if constexpr (walk == Walk::moments) {
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) u[k] = k < octet.count ? u[k] : 0.0f;  // 0 / 0 where eps is 0
-            sum[0] += L2Norm::of(value[1], 1.0f);
-            sum[1] += L2Norm::of(u, 1.0f);
-          } else {
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) value[1][k] -= rate * u[k];
-            lists.store_weights(octet, scalars.key, value);
-          }
-        });
-        if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, sum, call.partial);
-      });
-}
-
-// For states that are codes, or are rounded at random: the same walks through rounded_states.cuh.
-void rounded_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  using Lists = RoundedLists<2>;
-  static_assert(may_round_states<LambOptions>(2));
-  const RoundingParameters how(call);
-  const auto launch = [&](auto walk, const auto& table, const auto&... given) {
-    constexpr auto kernel = &rounded_lamb_kernel<walk, std::decay_t<decltype(table)>>;
-    return launch_over<kernel>(context, table, given..., how);
-  };
-  walk_lamb<Lists::kDepth>(context, call, options, Lists::of(call), launch);
+  advance_empty_steps(context, call);
 }
 
 }  // namespace
 
 void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  if (rounds_states(call)) return rounded_lamb(context, call, options);
+  static_assert(may_round_states<LambOptions>(2));
+  if (rounds_states(call)) return launch_lamb<true, true, true>(context, call, options);
   const auto launch = [&](auto unscales) {
-    has_extras(call.write_back) ? launch_lamb<true, unscales>(context, call, options)
-                                : launch_lamb<false, unscales>(context, call, options);
+    has_extras(call.write_back) ? launch_lamb<false, true, unscales>(context, call, options)
+                                : launch_lamb<false, false, unscales>(context, call, options);
   };
   call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
 }

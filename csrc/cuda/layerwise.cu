@@ -8,24 +8,9 @@ namespace {
 // LARC: a walk for the norms, then one that rewrites the gradients.
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads) larc_norms_kernel(const __grid_constant__ Table table, int64_t share,
-                                                              FoundInf found_inf, KernelFactor factor, float* partial) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float sum[2] = {};  // of gradient and weight
-    for_each_element<2, 0>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
-      sum[0] += L2Norm::of(value[0], inv_scale);
-      sum[1] += L2Norm::of(value[1], 1.0f);
-    });
-    leave_piece<L2Norm>(table, share, tensor, sum, partial);
-  });
-}
-
-template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor factor,
-                KernelFactor lr, Larc<float> larc, const float* norms) {
+    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor, Factor lr,
+                Larc<float> larc, const float* norms) {
   if (found_inf.is_set()) return;
   const float inv_scale = factor.get();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
@@ -40,34 +25,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
-
-template <class Norm, class Table>
-__global__ void __launch_bounds__(kThreads)
-    gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
-                         KernelClippedFactor factor, float* partial) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float norm[1] = {};
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
-      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
-    });
-    leave_piece<Norm>(table, share, tensor, norm, partial);
-  });
-}
-
-// Makes the norms of the unscaled gradients that have elements.
-template <class Norm>
-void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
-  float* norms = workspace.norms;
-  for_each_table<1>(context, call.lists, [&](const auto& table) {
-    constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
-    const Split grid =
-        launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), workspace.partial);
-    launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
-    norms += table.count;
-  });
-}
 
 // What becomes of exp_avg_sqs, list 1, at the step counts of list 0, which are not advanced yet. Offsets count the
 // tensors that have elements, from `first` on.
@@ -100,26 +57,30 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
-  const NormsWorkspace workspace(call, 2);
-  for_each_table<2>(context, call.lists, [&](const auto& table) {
+void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
+  const LayerNorms norms(context, call, 2);
+  for_each_table<2>(call.lists, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
-    constexpr auto norms_kernel = &larc_norms_kernel<Table>;
+    constexpr auto norms_kernel = &layer_norms_kernel<L2Norm, 2, Table>;
     constexpr auto kernel = &larc_kernel<Table>;
-    const Split grid =
-        launch_over<norms_kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), workspace.partial);
-    launch_layer_norms<L2Norm, 2>(context, table, grid.share, call.found_inf, workspace.partial, workspace.norms);
-    launch_over<kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), KernelFactor(call.lr),
-                        Larc<float>(options), workspace.norms);
+    launch_over<norms_kernel>(context, table, call.found_inf, call.inv_scale, norms);
+    launch_over<kernel>(context, table, call.found_inf, call.inv_scale, call.lr, Larc<float>(options), norms.norms);
   });
 }
 
 void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
-  const NormsWorkspace workspace(call, norms_for(options));
-  options.inf_norm ? gradient_norms<MaxNorm>(context, call, workspace)
-                   : gradient_norms<L2Norm>(context, call, workspace);
-  float *const norms = workspace.norms, *const denominators = norms + call.lists.size();
+  const LayerNorms norms(context, call, norms_for(options));
+  float* const denominators = norms.norms + call.lists.size();
+  const auto make_norms = [&](auto norm) {
+    LayerNorms of_table = norms;
+    for_each_table<1>(call.lists, [&](const auto& table) {
+      constexpr auto kernel = &layer_norms_kernel<decltype(norm), 1, std::decay_t<decltype(table)>>;
+      launch_over<kernel>(context, table, call.found_inf, call.inv_scale, of_table);
+      of_table.norms += table.count;
+    });
+  };
+  options.inf_norm ? make_norms(MaxNorm{}) : make_norms(L2Norm{});
   TensorLists alone;
   alone.depth = 2;
   alone.pointer[0].assign(call.steps.begin(), call.steps.end());
@@ -127,14 +88,14 @@ void novograd(const Context& context, const StepCall& call, const NovogradOption
   alone.numel.assign(call.steps.size(), 0);
   for (const int64_t index : call.lists.index) alone.numel[index] = 1;
   int64_t first = 0;
-  for_each_table<2>(context, alone, [&](const auto& table) {
+  for_each_table<2>(alone, [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
-    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first, norms,
-                  denominators);
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first,
+                  norms.norms, denominators);
     first += table.elements();
   });
-  update<NovogradOptions>(context, call, optimizer, denominators);
+  update<NovogradOptions>(context, call, optimizer, norms.tickets, denominators);
 }
 
 void advance_empty_steps(const Context& context, const StepCall& call) {
@@ -143,17 +104,13 @@ void advance_empty_steps(const Context& context, const StepCall& call) {
   if (call.lists.size() == call.lists.total_tensors) return;
   TensorLists empty;
   empty.depth = 1;
-  size_t number = 0;
+  std::vector<bool> is_empty(call.steps.size(), true);
+  for (const int64_t index : call.lists.index) is_empty[index] = false;
   for (size_t i = 0; i < call.steps.size(); ++i) {
-    const bool has_elements = number < call.lists.index.size() && call.lists.index[number] == static_cast<int64_t>(i);
-    if (has_elements) {
-      ++number;
-    } else {
-      empty.pointer[0].push_back(call.steps[i]);
-    }
+    if (is_empty[i]) empty.pointer[0].push_back(call.steps[i]);
   }
   empty.numel.assign(empty.pointer[0].size(), 1);
-  for_each_table<1>(context, empty, [&](const auto& table) {
+  for_each_table<1>(empty, [&](const auto& table) {
     constexpr auto kernel = &advance_empty_steps_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf);

@@ -3,20 +3,17 @@
 // A Table travels by value in the parameters of a kernel: no copy to the device, no memory to keep alive. It holds
 // pointers and the prefix sums of the element counts, so that the tensors form one line of elements. A grid that just
 // fills the GPU divides that line into equal shares (Split): neither one huge tensor nor thousands of tiny ones leave a
-// multiprocessor idle. Lists longer than parameters can hold are copied to the device, for one launch too
-// (DeviceTable); without memory for that, and while a CUDA graph is captured, which keeps parameters and no such copy,
-// they take several launches. pack() and split() are plain host functions; a test runs them on sizes beyond 2^31.
+// multiprocessor idle. Lists longer than parameters can hold take several launches. pack() and split() are plain host
+// functions; a test runs them on sizes beyond 2^31.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <optional>
 
 #include "../ops.h"
-#include "staging.h"
+#include "check_cuda.h"
 
 // The emulation (tests/cuda_emulation) runs the same files on the CPU and replaces only this.
 #ifndef AMPCTX_LAUNCH
@@ -65,20 +62,6 @@ struct Table {
   __host__ __device__ int64_t elements() const { return offset[count]; }
 };
 
-// The same in memory of the device, which the host must not follow.
-template <int depth>
-struct DeviceTable {
-  static constexpr int kDepth = depth;
-
-  const int64_t* offset;
-  void* const* pointer[depth];
-  DType dtype[depth];
-  int32_t count;
-  int64_t total;
-
-  __host__ __device__ int64_t elements() const { return total; }
-};
-
 // With Adam, 78 tensors take the small table, and up to 675 the large one: ResNet-50 (161), BERT-large (393).
 template <int depth>
 using SmallTable = Table<depth, kFewParameters - kOtherParameters>;
@@ -115,31 +98,6 @@ int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes>& table
   }
   for (int list = 0; list < depth; ++list) table.dtype[list] = lists.dtype[list];
   return last;
-}
-
-// Copies the lists to the device, without waiting for it.
-template <int depth>
-DeviceTable<depth> copy_table(const Context& context, const TensorLists& lists) {
-  static_assert(sizeof(void*) == sizeof(int64_t));
-  const int64_t count = lists.size(), words = (1 + depth) * count + 1;
-  auto* const memory = static_cast<int64_t*>(context.allocate(context.owner, words * sizeof(int64_t)));
-  DeviceTable<depth> table;
-  table.count = static_cast<int32_t>(count);
-  table.offset = memory;
-  for (int list = 0; list < depth; ++list) {
-    table.pointer[list] = reinterpret_cast<void* const*>(memory + count + 1 + list * count);
-    table.dtype[list] = lists.dtype[list];
-  }
-  of_device<Staging>(context.device)
-      .copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
-        staged[0] = 0;
-        for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
-        table.total = staged[count];
-        for (int list = 0; list < depth; ++list) {
-          std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
-        }
-      });
-  return table;
 }
 
 // Block b takes the elements [b * share, (b + 1) * share); every block has at least one.
@@ -199,29 +157,15 @@ int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launc
 
 // Calls launch(table) for the lists, or for successive parts of them, with the smallest table that fits.
 template <int depth, class Launch>
-void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
-  int64_t first = 0;
-  const auto fits = [&](int64_t capacity) { return lists.size() - first <= capacity; };
-  if (fits(SmallTable<depth>::kCapacity)) {
-    if (lists.size() > 0) launch_part<SmallTable<depth>>(lists, first, launch);
-    return;
-  }
-  const bool has_many = kHasManyParameters && driver_takes_many_parameters();
-  if (!(has_many && fits(LargeTable<depth>::kCapacity)) && !is_capturing(static_cast<cudaStream_t>(context.stream))) {
-    std::optional<DeviceTable<depth>> table;
-    try {
-      table = copy_table<depth>(context, lists);
-    } catch (const std::exception&) {
-      // No memory for it: a call that may have begun is ended with what needs none.
+void for_each_table(const TensorLists& lists, const Launch& launch) {
+  for (int64_t first = 0; first < lists.size();) {
+    if constexpr (kHasManyParameters) {
+      if (lists.size() - first > SmallTable<depth>::kCapacity && driver_takes_many_parameters()) {
+        first = launch_part<LargeTable<depth>>(lists, first, launch);
+        continue;
+      }
     }
-    if (table) return launch(*table);
-  }
-  while (first < lists.size()) {
-    if (!has_many || fits(SmallTable<depth>::kCapacity)) {
-      first = launch_part<SmallTable<depth>>(lists, first, launch);
-    } else if constexpr (kHasManyParameters) {
-      first = launch_part<LargeTable<depth>>(lists, first, launch);
-    }
+    first = launch_part<SmallTable<depth>>(lists, first, launch);
   }
 }
 
@@ -249,26 +193,5 @@ __device__ inline void for_each_segment(const Table& table, int64_t share, const
     position = table.offset[tensor + 1];  // looked up again: less to keep while elements are computed
   }
 }
-
-// Factor as it reaches a kernel.
-struct KernelFactor {
-  const float* device;
-  float value;
-
-  explicit KernelFactor(const Factor& factor) : device(factor.device), value(static_cast<float>(factor.value)) {}
-  __device__ float get() const { return device ? *device : value; }
-};
-
-// ClippedFactor as it reaches a kernel.
-struct KernelClippedFactor {
-  KernelFactor factor, norm;
-  float max_norm;
-
-  explicit KernelClippedFactor(const ClippedFactor& clipped)
-      : factor(clipped), norm(clipped.norm), max_norm(clipped.max_norm) {}
-  __device__ float get() const {
-    return max_norm < 0 ? factor.get() : clip_factor_element(norm.get(), factor.get(), max_norm);
-  }
-};
 
 }  // namespace ampctx::cuda

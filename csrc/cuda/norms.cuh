@@ -2,13 +2,13 @@
 //
 // A kernel that walks tensors leaves one fp32 partial value for each piece of a tensor that falls into the share of a
 // block (leave_piece). A step along the line of elements changes the block or the tensor, so block + tensor numbers the
-// pieces; where both change at once a number is left out, and its place gets 0. A second kernel joins the pieces of a
-// tensor in fp64, one warp for each (norm_of_pieces). The order is fixed and there are no float atomics: two runs on
-// one device agree to the last bit. (Longer lists than a table holds are cut in other places while a graph is
-// captured.)
+// pieces; where both change at once a number is left out, and its place gets 0. Who leaves the last piece of a tensor,
+// as a ticket tells, joins its pieces in fp64 (finish_norms). The order is fixed and there are no float atomics: two
+// runs on one device agree to the last bit. (Lists of several tables are cut in other places by older drivers.)
 #pragma once
 
 #include "../functors/elementwise.h"
+#include "tickets.cuh"
 #include "vectorized.cuh"
 
 namespace ampctx::cuda {
@@ -74,66 +74,94 @@ __device__ T join_block(T value) {
 }
 
 // Called by all threads for each segment of for_each_segment: `value` of a thread is what it made of the elements for
-// each of `count` norms. partial[count * piece + norm].
-template <class Norm, int count, class Table>
-__device__ void leave_piece(const Table& table, int64_t share, int tensor, const float (&value)[count],
-                            float* partial) {
+// each of `count` norms. pieces[count * piece + norm]. Calls store(tensor, norm, value) for the norms of a tensor that
+// is in this block alone.
+template <class Norm, int count, class Table, class Store>
+__device__ void leave_piece(const Table& table, int64_t share, int tensor, const float (&value)[count], float* pieces,
+                            const Store& store) {
   float joined[count];
 #pragma unroll
   for (int i = 0; i < count; ++i) joined[i] = join_block<Norm>(value[i]);
   if (threadIdx.x != 0) return;
-  float* const piece = partial + count * (int64_t{blockIdx.x} + tensor);
-  const int64_t block_end = (blockIdx.x + int64_t{1}) * share;
+  float* const piece = pieces + count * (int64_t{blockIdx.x} + tensor);
+  const int64_t block_begin = blockIdx.x * share, block_end = block_begin + share;
   const bool both_end = table.offset[tensor + 1] == block_end && tensor + 1 < table.count;
+  const bool is_whole = table.offset[tensor] >= block_begin && table.offset[tensor + 1] <= block_end;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     piece[i] = joined[i];
     if (both_end) piece[count + i] = 0;
+    if (is_whole) store(tensor, i, Norm::finish(joined[i]));
   }
 }
 
-// Called by whole warps: the norm of a tensor, in lane 0.
-template <class Norm, int count, class Table>
-__device__ float norm_of_pieces(const Table& table, int64_t share, int tensor, const float* partial) {
-  const int64_t first = table.offset[tensor] / share + tensor, last = (table.offset[tensor + 1] - 1) / share + tensor;
-  double total = 0;
-  for (int64_t piece = first + threadIdx.x % kWarp; piece <= last; piece += kWarp) {
-    total = Norm::join(total, static_cast<double>(partial[count * piece]));
-  }
-  return Norm::finish(join_warp<Norm>(total));
+// Called by all threads of a block that has left its pieces: the norms of tensors that are in more than one block, by
+// the last of these.
+template <class Norm, int count, class Table, class Store>
+__device__ void finish_norms(const Table& table, int64_t share, const float* pieces, unsigned* tickets,
+                             const Store& store) {
+  if (threadIdx.x >= kWarp) return;
+  const auto finish = [&](int tensor) {
+    const int64_t first = table.offset[tensor] / share, last = (table.offset[tensor + 1] - 1) / share;
+    if (first == last) return;
+    int is_last = 0;
+    if (threadIdx.x == 0) is_last = takes_last_of_tensor(tickets, first, last);
+    if (!__shfl_sync(kAllLanes, is_last, 0)) return;
+    __syncwarp();  // lane 0 sees the pieces of other blocks, and then the others do
+    for (int i = 0; i < count; ++i) {
+      double total = 0;
+      for (int64_t piece = first + tensor + threadIdx.x; piece <= last + tensor; piece += kWarp) {
+        total = Norm::join(total, static_cast<double>(pieces[count * piece + i]));
+      }
+      total = join_warp<Norm>(total);
+      if (threadIdx.x == 0) store(tensor, i, Norm::finish(total));
+    }
+  };
+  // Only the first and the last tensor of a block are in others, too.
+  const int64_t begin = blockIdx.x * share, end = begin + share, total = table.elements();
+  const int first = find_tensor(table, begin), last = find_tensor(table, (end < total ? end : total) - 1);
+  finish(first);
+  if (last != first) finish(last);
 }
 
-// --- norms of each tensor between two walks of a layer-wise optimizer; nothing where found_inf is set ---
+// --- norms of each tensor before the last walk of a layer-wise optimizer; nothing where found_inf is set ---
 
-// What OptimizerCall::norms points to: `count` norms of each tensor, and then the partial values they come from. The
-// launches for the tables of a call may use the same, one after the other.
-struct NormsWorkspace {
-  float* norms;  // [count * tensor + norm]
-  float* partial;
+// What StepCall::norms points to: `count` norms of each tensor, and then the pieces they come from; and the tickets of
+// the call. The launches for the tables of a call may use the same, one after the other.
+struct LayerNorms {
+  float* norms = nullptr;  // [count * tensor + norm]
+  float* pieces = nullptr;
+  unsigned* tickets = nullptr;
 
-  NormsWorkspace(const OptimizerCall& call, int count)
-      : norms(static_cast<float*>(call.norms)), partial(norms + count * call.lists.size()) {}
+  LayerNorms(const Context& context, const StepCall& call, int count) {
+    if (call.lists.size() == 0) return;
+    norms = static_cast<float*>(call.norms), pieces = norms + count * call.lists.size();
+    tickets = tickets_for(context);
+  }
+
+  template <int count>
+  __device__ __forceinline__ auto store() const {
+    return [to = norms](int tensor, int norm, float value) { to[int64_t{count} * tensor + norm] = value; };
+  }
 };
 
-// One warp per tensor.
+// The norms of the first `count` lists: of gradients times a factor, and of weights.
 template <class Norm, int count, class Table>
-__global__ void __launch_bounds__(kThreads) layer_norms_kernel(const __grid_constant__ Table table, int64_t share,
-                                                               FoundInf found_inf, const float* partial, float* norms) {
-  const int tensor = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
-  if (tensor >= table.count || found_inf.is_set()) return;
-  for (int i = 0; i < count; ++i) {
-    const float norm = norm_of_pieces<Norm, count>(table, share, tensor, partial + i);
-    if (threadIdx.x % kWarp == 0) norms[int64_t{count} * tensor + i] = norm;
-  }
-}
-
-// `share` is that of the launch that left the pieces.
-template <class Norm, int count, class Table>
-void launch_layer_norms(const Context& context, const Table& table, int64_t share, FoundInf found_inf,
-                        const float* partial, float* norms) {
-  constexpr auto kernel = &layer_norms_kernel<Norm, count, Table>;
-  const auto blocks = static_cast<int>((int64_t{table.count} * kWarp + kThreads - 1) / kThreads);
-  AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, share, found_inf, partial, norms);
+__global__ void __launch_bounds__(kThreads, 4)
+    layer_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor,
+                       LayerNorms to) {
+  if (found_inf.is_set()) return;
+  const float inv_scale = factor.get();
+  const auto store = to.store<count>();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    float norm[count] = {};
+    for_each_element<count, 0>(table, tensor, begin, size, first_lists(count), [&](auto& value, const Places&) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) norm[i] = Norm::join(norm[i], Norm::of(value[i], i == 0 ? inv_scale : 1.0f));
+    });
+    leave_piece<Norm>(table, share, tensor, norm, to.pieces, store);
+  });
+  finish_norms<Norm, count>(table, share, to.pieces, to.tickets, store);
 }
 
 }  // namespace ampctx::cuda

@@ -5,8 +5,10 @@
 
 namespace ampctx::cuda {
 
-// Lists: grads, params, the states of Optimizer, and extras where the write back has them.
-template <class Optimizer, bool extras, bool unscales>
+// Lists: grads, params, the states of Optimizer, and extras where the write back has them. `rounds`: the states are
+// codes, or are rounded at random (rounded_states.cuh); such a kernel serves calls with extras and without, unscaling
+// ones and others.
+template <class Optimizer, bool rounds, bool extras, bool unscales>
 struct StepFunctor {
   static constexpr int kDepth = 2 + Optimizer::kStates + extras;
 
@@ -17,7 +19,7 @@ struct StepFunctor {
   DType param;
   TensorScalars<float> tensor{};
 
-  template <int n>
+  template <int n, class Places>
   __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
     load_weights<extras>(write_back, value);
 #pragma unroll
@@ -29,83 +31,39 @@ struct StepFunctor {
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
-    store_weights<extras>(write_back, param, tensor.key, value, places);
+    store_weights<extras, rounds>(write_back, param, tensor.key, value, places);
   }
 };
 
-template <class Optimizer, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::kStates + extras + unscales))
+constexpr int resident_step_blocks(bool rounds, int lists) {
+  return rounds ? kRoundedBlocks : resident_blocks_for(lists);
+}
+
+template <class Optimizer, bool rounds, bool extras, bool unscales, class Table>
+__global__ void __launch_bounds__(kThreads, resident_step_blocks(rounds, 2 + Optimizer::kStates + extras + unscales))
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
                 StepCounts counts) {
-  if (call.is_skipped()) return;
-  StepFunctor<Optimizer, extras, unscales> functor{
+  if (is_skipped(call)) return;
+  StepFunctor<Optimizer, rounds, extras, unscales> functor{
       optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
+  const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
+  if constexpr (rounds) code_table<Optimizer::kStates>().fill();
   constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
   constexpr int at_once = depth + unscales > 5 ? kVector / 4 : kVector / 2;  // or registers spill
-  const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
-  for_each_step_segment<depth>(table, share, counts,
-                               [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
-                                 functor.tensor = scalars;
-                                 for_each_element<depth, written, at_once>(table, tensor, begin, size, read, functor);
-                               });
-}
-
-template <bool extras, bool unscales, class Optimizer>
-void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
-  StepParameters parameters(call);
-  for_each_table<3 + Optimizer::kStates + extras>(context, call.lists, [&](const auto& table) {
-    constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
-    launch_over<kernel>(context, table, parameters, optimizer, counts);
-    parameters.skips = {};
-    counts.first += table.count;
-  });
-}
-
-// The steps whose states are codes, or are rounded at random: rounded_states.cuh.
-template <class Optimizer, class Table>
-__global__ void __launch_bounds__(kThreads, kRoundedBlocks)
-    rounded_step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
-                        StepCounts counts, RoundingParameters how) {
-  constexpr int states = Optimizer::kStates;
-  using Lists = RoundedLists<states>;
-  if (call.is_skipped()) return;
-  __shared__ CodeTable<states> codes;
-  codes.fill();
-  const GradientScale<true> gradient(call.inv_scale.get(), call.maximize);
-  const float lr = call.lr.get();
-  for_each_step_segment<Lists::kSteps>(
+  for_each_step_segment<depth>(
       table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
-        const RoundedTensor<states, Table> lists(table, tensor, codes, how.is_random, call.write_back);
-        for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
-          Weights value;
-          float state[states][kVector];
-          lists.template load<true>(octet, value, state);
-#pragma unroll
-          for (int k = 0; k < kVector; ++k) value[0][k] *= gradient.scale;
-          if (how.unscales) lists.store_grads(octet, value[0]);
-#pragma unroll
-          for (int k = 0; k < kVector; ++k) {
-            float of_element[states];
-#pragma unroll
-            for (int s = 0; s < states; ++s) of_element[s] = state[s][k];
-            value[1][k] = step_element(optimizer, scalars, lr, value[0][k] * gradient.sign, value[1][k], of_element);
-#pragma unroll
-            for (int s = 0; s < states; ++s) state[s][k] = of_element[s];
-          }
-          lists.store_weights(octet, scalars.key, value);
-          lists.store_states(octet, scalars.key, state);
-        });
+        functor.tensor = scalars;
+        walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call, functor);
       });
 }
 
-template <class Optimizer>
-void launch_rounded_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
-  using Lists = RoundedLists<Optimizer::kStates>;
-  StepParameters parameters(call);
-  for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
-    constexpr auto kernel = &rounded_step_kernel<Optimizer, std::decay_t<decltype(table)>>;
-    launch_over<kernel>(context, table, parameters, optimizer, counts, RoundingParameters(call));
+template <bool rounds, bool extras, bool unscales, class Optimizer>
+void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
+  StepParameters parameters = call;
+  for_each_step_table<rounds, 3 + Optimizer::kStates + extras>(call, [&](const auto& table) {
+    constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, std::decay_t<decltype(table)>>;
+    launch_over<kernel>(context, table, parameters, optimizer, counts);
     parameters.skips = {};
     counts.first += table.count;
   });
@@ -113,17 +71,16 @@ void launch_rounded_step(const Context& context, const StepCall& call, const Opt
 
 // The step itself. `denominators`: NovoGrad's.
 template <class Options, class Optimizer>
-void update(const Context& context, const StepCall& call, const Optimizer& optimizer,
+void update(const Context& context, const StepCall& call, const Optimizer& optimizer, unsigned* tickets,
             const float* denominators = nullptr) {
   StepCounts counts(call);
-  if (call.lists.size() > 0) counts.tickets = tickets_for(context);
-  counts.denominators = denominators;
+  counts.tickets = tickets, counts.denominators = denominators;
   const auto launch = [&](auto unscales) {
     if constexpr (may_round_states<Options>(Optimizer::kStates)) {
-      if (rounds_states(call)) return launch_rounded_step(context, call, optimizer, counts);
+      if (rounds_states(call)) return launch_step<true, true, true>(context, call, optimizer, counts);
     }
-    has_extras(call.write_back) ? launch_step<true, unscales>(context, call, optimizer, counts)
-                                : launch_step<false, unscales>(context, call, optimizer, counts);
+    has_extras(call.write_back) ? launch_step<false, true, unscales>(context, call, optimizer, counts)
+                                : launch_step<false, false, unscales>(context, call, optimizer, counts);
   };
   call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
   advance_empty_steps(context, call);
@@ -132,7 +89,8 @@ void update(const Context& context, const StepCall& call, const Optimizer& optim
 // Of the functors the one for as many states.
 template <class Options, class... Optimizers>
 void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options)) : void()), ...);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options), tickets) : void()), ...);
 }
 
 }  // namespace ampctx::cuda

@@ -81,51 +81,26 @@ struct CodeTable {
   }
 };
 
-// The elements of a thread, `count` of which are in the tensor.
-struct Octet {
-  int64_t at;
-  int count;
-
-  __device__ __forceinline__ Places places() const { return {at, at + kVector / 2}; }
-};
-
-// visit(octet) for the part of a segment that begins and ends with blocks of codes: for all lanes of a warp or none.
-template <class Table, class Visit>
-__device__ __forceinline__ void for_each_octet(const Table& table, int tensor, int64_t begin, int64_t size,
-                                               const Visit& visit) {
-  const int64_t numel = table.offset[tensor + 1] - table.offset[tensor];
-  const int64_t blocks_end = code_blocks(begin + size) * kCodeBlock, end = blocks_end < numel ? blocks_end : numel;
-  const int lane = threadIdx.x % kWarp, before = threadIdx.x - lane;
-  for (int64_t of_warp = code_blocks(begin) * kCodeBlock + before * kVector; of_warp < end;
-       of_warp += kThreads * kVector) {
-    const int64_t at = of_warp + lane * kVector, left = end - at;
-    visit(Octet{at, left < 0 ? 0 : left < kVector ? static_cast<int>(left) : kVector});
-  }
+// That of the block.
+template <int states>
+__device__ __forceinline__ CodeTable<states>& code_table() {
+  __shared__ CodeTable<states> table;
+  return table;
 }
 
 // Bits of states that round to nearest.
 constexpr uint32_t kToNearest = 0x80008000u;
 static_assert(kNearest == (kToNearest & 0xffff) * 0x1p-16f);
 
-// How a call rounds, besides what all steps are given.
-struct RoundingParameters {
-  bool is_random, unscales;
-
-  explicit RoundingParameters(const StepCall& call) : is_random(call.stochastic_state), unscales(call.unscales) {}
-};
-
-// The numbers that a thread computes with: gradients, weights, and room for extras, as load_weights() has them.
-using Weights = float[3][kVector];
-
-// The lists of one tensor, of which a thread takes an octet at a time through a step.
+// The lists of one tensor, of which a thread takes an octet at a time through a step: `count_` elements from `at_` on.
 template <int states, class Table>
 class RoundedTensor {
  public:
   using Lists = RoundedLists<states>;
+  using Values = float[Lists::kWalked][kVector];
 
-  __device__ RoundedTensor(const Table& table, int tensor, const CodeTable<states>& codes, bool is_random,
-                           WriteBack write_back)
-      : table_(table), tensor_(tensor), codes_(codes), is_random_(is_random), write_back_(write_back) {
+  __device__ RoundedTensor(const Table& table, int tensor, bool is_random, RandomKey key)
+      : table_(table), tensor_(tensor), is_random_(is_random), key_(key) {
 #pragma unroll
     for (int list = 0; list < Lists::kWalked; ++list) {
       const int64_t bytes = is_code(table.dtype[list]) ? kVector : kAccessBytes;
@@ -133,86 +108,88 @@ class RoundedTensor {
     }
   }
 
-  // All loads before the first conversion: Raw of vectorized.cuh.
-  template <bool grads>
-  __device__ __forceinline__ void load(const Octet& octet, Weights& value, float (&state)[states][kVector]) const {
-    Raw raw[Lists::kWalked];
-    float scale[states];
-#pragma unroll
-    for (int list = grads ? 0 : 1; list < Lists::kExtras; ++list) load_list(list, octet, raw[list]);
-    if (reads_extras(write_back_)) load_list(Lists::kExtras, octet, raw[Lists::kExtras]);
-#pragma unroll
-    for (int s = 0; s < states; ++s) scale[s] = load_scale(s, octet);
-    if constexpr (grads) from_raw(table_.dtype[0], raw[0], 0, value[0]);
-    from_raw(table_.dtype[1], raw[1], 0, value[1]);
-    if (reads_extras(write_back_)) {
-      from_raw(table_.dtype[Lists::kExtras], raw[Lists::kExtras], 0, value[2]);
-      load_weights<true>(write_back_, value);
+  // functor(v, *this) with v[list][k], for the part of a segment that begins and ends with blocks of codes, and for all
+  // lanes of a warp or none. Reads the lists in the set `read` before, stores those in `written` after.
+  template <class Functor>
+  __device__ __forceinline__ void walk(int64_t begin, int64_t size, unsigned read, unsigned written, Functor& functor) {
+    const int64_t numel = table_.offset[tensor_ + 1] - table_.offset[tensor_];
+    const int64_t blocks_end = code_blocks(begin + size) * kCodeBlock, end = blocks_end < numel ? blocks_end : numel;
+    const int lane = threadIdx.x % kWarp, before = threadIdx.x - lane;
+    for (int64_t of_warp = code_blocks(begin) * kCodeBlock + before * kVector; of_warp < end;
+         of_warp += kThreads * kVector) {
+      at_ = of_warp + lane * kVector;
+      const int64_t left = end - at_;
+      count_ = left < 0 ? 0 : left < kVector ? static_cast<int>(left) : kVector;
+      Values value;
+      load(read, value);
+      functor(value, *this);
+      store(written, value);
     }
-    read<0>(raw[2], scale[0], state[0]);
-    if constexpr (states > 1) read<1>(raw[3], scale[1], state[1]);
   }
 
-  __device__ __forceinline__ void store_grads(const Octet& octet, const float (&grad)[kVector]) const {
-    store_values(0, octet, grad);
-  }
-
-  __device__ __forceinline__ void store_weights(const Octet& octet, RandomKey key, Weights& value) const {
-    cuda::store_weights<true>(write_back_, table_.dtype[1], key, value, octet.places());
-    cuda::store_weights<false>(write_back_, table_.dtype[1], key, value, octet.places());
-    store_values(1, octet, value[1]);
-    if (has_extras(write_back_)) store_values(Lists::kExtras, octet, value[2]);
-  }
+  // As Places.
+  static constexpr bool kMayBeCodes = true;
+  static __host__ __device__ constexpr bool are_adjacent() { return true; }
+  __device__ __forceinline__ int64_t of(int k) const { return at_ + k; }
+  __device__ __forceinline__ bool holds(int k) const { return k < count_; }
 
   // Rounds the states and stores them. Then they are what was stored.
-  __device__ __forceinline__ void store_states(const Octet& octet, RandomKey key,
-                                               float (&state)[states][kVector]) const {
+  __device__ __forceinline__ void store_states(Values& value) const {
     uint32_t bits[kVector];
-    const RandomKey here = key_at(key, octet.at);
+    const RandomKey here = key_at(key_, at_);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) bits[k] = is_random_ ? bits_of_states(random_bits(here, k)) : kToNearest;
-    store_state<0>(octet, bits, state[0]);
-    if constexpr (states > 1) store_state<1>(octet, bits, state[1]);
+    store_state<0>(bits, value[2]);
+    if constexpr (states > 1) store_state<1>(bits, value[3]);
   }
 
  private:
-  // Elements beyond the end are 0.
-  __device__ __forceinline__ void load_list(int list, const Octet& octet, Raw& raw) const {
-    const DType dtype = table_.dtype[list];
-    if (octet.count == kVector && is_aligned_) {
-      is_code(dtype) ? load_words<2, 0>(base(list), octet.at, raw)
-                     : load_vector(base(list), dtype, true, octet.places(), raw);
-    } else {
-      dtype == DType::f32 ? load_singly<uint32_t>(list, octet, raw)
-      : is_code(dtype)    ? load_singly<uint8_t>(list, octet, raw)
-                          : load_singly<uint16_t>(list, octet, raw);
+  static __host__ __device__ constexpr bool is_state(int list) { return list >= 2 && list < Lists::kExtras; }
+
+  // All loads before the first conversion: Raw of vectorized.cuh.
+  __device__ __forceinline__ void load(unsigned read, Values& value) const {
+    Raw raw[Lists::kWalked];
+    float scale[states];
+#pragma unroll
+    for (int list = 0; list < Lists::kWalked; ++list) {
+      if (contains(read, list)) load_list(list, raw[list]);
+    }
+#pragma unroll
+    for (int s = 0; s < states; ++s) scale[s] = load_scale(s);
+#pragma unroll
+    for (int list = 0; list < Lists::kWalked; ++list) {
+      if (!is_state(list) && contains(read, list)) from_raw(table_.dtype[list], raw[list], 0, value[list]);
+    }
+    read_state<0>(raw[2], scale[0], value[2]);
+    if constexpr (states > 1) read_state<1>(raw[3], scale[1], value[3]);
+  }
+
+  __device__ __forceinline__ void store(unsigned written, Values& value) const {
+    if (contains(written, 2)) store_states(value);
+#pragma unroll
+    for (int list = 0; list < Lists::kWalked; ++list) {
+      if (is_state(list) || !contains(written, list)) continue;
+      Raw raw;
+      to_raw(table_.dtype[list], value[list], 0, raw);
+      store_list(list, raw);
     }
   }
 
-  __device__ __forceinline__ void store_list(int list, const Octet& octet, const Raw& raw) const {
-    const DType dtype = table_.dtype[list];
-    if (octet.count == kVector && is_aligned_) {
-      is_code(dtype) ? store_words<2, 0>(base(list), octet.at, raw)
-                     : store_vector(base(list), dtype, true, octet.places(), raw);
-    } else {
-      dtype == DType::f32 ? store_singly<uint32_t>(list, octet, raw)
-      : is_code(dtype)    ? store_singly<uint8_t>(list, octet, raw)
-                          : store_singly<uint16_t>(list, octet, raw);
-    }
+  __device__ __forceinline__ void load_list(int list, Raw& raw) const {
+    load_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
+  }
+
+  __device__ __forceinline__ void store_list(int list, const Raw& raw) const {
+    store_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   // The scale of the octet's block, of a state in codes. The thread that stores it is the one that reads it: no other
   // could read after that. Called by all lanes of a warp.
-  __device__ __forceinline__ float load_scale(int state, const Octet& octet) const {
+  __device__ __forceinline__ float load_scale(int state) const {
     if (!is_code(table_.dtype[2 + state])) return 0;
     const int lane = threadIdx.x % kWarp, first = lane / kLanesOfBlock * kLanesOfBlock;
-    const float own = lane == first && octet.count > 0 ? scales(state)[octet.at / kCodeBlock] : 0.0f;
+    const float own = lane == first && count_ > 0 ? scales(state)[at_ / kCodeBlock] : 0.0f;
     return __shfl_sync(kAllLanes, own, first);
-  }
-
-  __device__ __forceinline__ void store_scale(int state, const Octet& octet, float scale) const {
-    if (threadIdx.x % kLanesOfBlock != 0 || octet.count == 0) return;
-    scales(state)[octet.at / kCodeBlock] = scale;
   }
 
   // Looked up for each access: less to keep while elements are computed.
@@ -221,42 +198,20 @@ class RoundedTensor {
     return static_cast<float*>(base(Lists::kScales + state));
   }
 
-  template <class Word>
-  __device__ __forceinline__ void load_singly(int list, const Octet& octet, Raw& raw) const {
-    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    const auto* const words = static_cast<const Word*>(base(list)) + octet.at;
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      const uint32_t word = k < octet.count ? words[k] : 0;
-      raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
-    }
-  }
-
-  template <class Word>
-  __device__ __forceinline__ void store_singly(int list, const Octet& octet, const Raw& raw) const {
-    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    auto* const words = static_cast<Word*>(base(list)) + octet.at;
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      if (k < octet.count) words[k] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
-    }
-  }
-
   template <int state>
-  __device__ __forceinline__ void read(const Raw& raw, float scale, float (&value)[kVector]) const {
+  __device__ __forceinline__ void read_state(const Raw& raw, float scale, float (&value)[kVector]) const {
     const DType dtype = table_.dtype[2 + state];
     if (dtype != code_of_state(state)) return from_raw(dtype, raw, 0, value);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       const uint32_t q = raw.word[k / 4] >> k % 4 * 8 & 0xff;
-      value[k] = with_scale<code_of_state(state)>(codes_.value[state][q], scale);
+      value[k] = with_scale<code_of_state(state)>(code_table<states>().value[state][q], scale);
     }
   }
 
   // Rounds a state, for all lanes of a warp at once, and returns the scale of the octet's block.
   template <int state>
-  __device__ __forceinline__ float round(const Octet& octet, const uint32_t (&bits)[kVector], float (&value)[kVector],
-                                         Raw& raw) const {
+  __device__ __forceinline__ float round(const uint32_t (&bits)[kVector], float (&value)[kVector], Raw& raw) const {
     const DType dtype = table_.dtype[2 + state];
     constexpr DType code = code_of_state(state);
     if (dtype != code) {
@@ -272,7 +227,7 @@ class RoundedTensor {
     uint32_t most = 0;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      value[k] = k < octet.count ? value[k] : 0.0f;
+      value[k] = holds(k) ? value[k] : 0.0f;
       most = largest(most, value[k]);
     }
 #pragma unroll
@@ -291,30 +246,51 @@ class RoundedTensor {
     return scale;
   }
 
-  __device__ __forceinline__ void store_values(int list, const Octet& octet, const float (&value)[kVector]) const {
-    Raw raw;
-    to_raw(table_.dtype[list], value, 0, raw);
-    store_list(list, octet, raw);
-  }
-
   template <int state>
-  __device__ __forceinline__ void store_state(const Octet& octet, const uint32_t (&bits)[kVector],
-                                              float (&value)[kVector]) const {
+  __device__ __forceinline__ void store_state(const uint32_t (&bits)[kVector], float (&value)[kVector]) const {
     Raw raw;
-    const float scale = round<state>(octet, bits, value, raw);
-    store_list(2 + state, octet, raw);
-    if (is_code(table_.dtype[2 + state])) store_scale(state, octet, scale);
-    read<state>(raw, scale, value);
+    const float scale = round<state>(bits, value, raw);
+    store_list(2 + state, raw);
+    const bool stores_scale = is_code(table_.dtype[2 + state]) && threadIdx.x % kLanesOfBlock == 0 && count_ > 0;
+    if (stores_scale) scales(state)[at_ / kCodeBlock] = scale;
+    read_state<state>(raw, scale, value);
   }
 
   const Table& table_;
   const int tensor_;
-  const CodeTable<states>& codes_;
   const bool is_random_;
-  const WriteBack write_back_;
+  const RandomKey key_;
   bool is_aligned_ = true;  // all lists: one branch for the loads of all
+  int64_t at_ = 0;
+  int count_ = 0;
 };
 
 constexpr int kRoundedBlocks = 2;  // that a multiprocessor is to run at once
+
+// The functor over a segment. Of the lists in `written`, a call has gradients and extras or not.
+template <bool rounds, unsigned written, int at_once, class Table, class Functor>
+__device__ __forceinline__ void walk_segment(const Table& table, int tensor, int64_t begin, int64_t size, unsigned read,
+                                             const StepParameters& call, Functor& functor) {
+  constexpr int depth = Functor::kDepth;
+  if constexpr (rounds) {
+    const unsigned lacks =
+        (call.unscales ? 0 : one_of_lists(0)) | (has_extras(call.write_back) ? 0 : one_of_lists(depth - 1));
+    RoundedTensor<depth - 3, Table> lists(table, tensor, call.stochastic_state, functor.tensor.key);
+    lists.walk(begin, size, read, written & ~lacks, functor);
+  } else {
+    for_each_element<depth, written, at_once>(table, tensor, begin, size, read, functor);
+  }
+}
+
+// for_each_table for the kernels of a step, through `depth` lists that end with the step counts.
+template <bool rounds, int depth, class Launch>
+void for_each_step_table(const StepCall& call, const Launch& launch) {
+  if constexpr (rounds) {
+    using Lists = RoundedLists<depth - 4>;
+    for_each_table<Lists::kDepth>(Lists::of(call), launch);
+  } else {
+    for_each_table<depth>(call.lists, launch);
+  }
+}
 
 }  // namespace ampctx::cuda

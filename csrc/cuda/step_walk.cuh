@@ -65,68 +65,50 @@ __device__ __forceinline__ void for_each_step_segment(const Table& table, int64_
   });
 }
 
-// What a step kernel is given besides the table, the scalars and the optimizer.
-struct StepParameters {
-  FoundInf found_inf;
-  KernelClippedFactor inv_scale;
-  KernelFactor lr;
-  bool maximize;
-  WriteBack write_back;
-  SkipCounts skips;
-
-  explicit StepParameters(const StepCall& call)
-      : found_inf(call.found_inf),
-        inv_scale(call.inv_scale),
-        lr(call.lr),
-        maximize(call.maximize),
-        write_back(call.write_back),
-        skips(call.skips) {}
-
-  // What a kernel does first: counts the step, in its first launch, and says whether it is skipped.
-  __device__ bool is_skipped() const {
-    const bool skipped = found_inf.is_set();
-    if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(skips, skipped, skipped);
-    return skipped;
-  }
-};
-
-// Weights out of params (list 1) and extras (the last list), and back into them.
-template <WriteBack mode, int depth, int n>
-__device__ __forceinline__ void load_weights(float (&value)[depth][n]) {
-#pragma unroll
-  for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[depth - 1][k]);
+// What a step kernel does first: counts the step, in its first launch, and says whether it is skipped.
+__device__ inline bool is_skipped(const StepParameters& call) {
+  const bool skipped = call.found_inf.is_set();
+  if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(call.skips, skipped, skipped);
+  return skipped;
 }
 
-template <WriteBack mode, int depth, int n>
-__device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n],
-                                              const Places& places) {
-#pragma unroll
-  for (int k = 0; k < n; ++k) {
-    const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
-    float rest = 0;
-    store_weight(mode, param, value[1][k], random, value[1][k], rest);
-    if constexpr (has_extras(mode)) value[depth - 1][k] = rest;
-  }
-}
+// Weights out of params (list 1) and extras (the last list), and back into them. `extras` says whether the last list is
+// that of extras, `may_lack` whether it may be without tensors.
+template <WriteBack mode>
+using Mode = std::integral_constant<WriteBack, mode>;
 
-// The same with a mode of run time; `extras` says whether the last list is that of extras.
 template <bool extras, int depth, int n>
 __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[depth][n]) {
   if constexpr (extras) {
-    if (mode == WriteBack::split) load_weights<WriteBack::split>(value);
-    if (mode == WriteBack::kahan) load_weights<WriteBack::kahan>(value);
+    const auto load = [&](auto by) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) value[1][k] = load_weight(decltype(by)::value, value[1][k], value[depth - 1][k]);
+    };
+    if (mode == WriteBack::split) load(Mode<WriteBack::split>{});
+    if (mode == WriteBack::kahan) load(Mode<WriteBack::kahan>{});
   }
 }
 
-template <bool extras, int depth, int n>
+template <bool extras, bool may_lack, int depth, int n, class Places>
 __device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
                                               const Places& places) {
+  const auto store = [&](auto by) {
+    constexpr WriteBack this_mode = decltype(by)::value;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const uint32_t random = this_mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
+      float rest = 0;
+      store_weight(this_mode, param, value[1][k], random, value[1][k], rest);
+      if constexpr (has_extras(this_mode)) value[depth - 1][k] = rest;
+    }
+  };
   if constexpr (extras) {
-    if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, places);
-    if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, places);
-    if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, places);
-  } else {
-    if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, places);
+    if (mode == WriteBack::copy) store(Mode<WriteBack::copy>{});
+    if (mode == WriteBack::split) store(Mode<WriteBack::split>{});
+    if (mode == WriteBack::kahan) store(Mode<WriteBack::kahan>{});
+  }
+  if constexpr (!extras || may_lack) {
+    if (mode == WriteBack::stochastic) store(Mode<WriteBack::stochastic>{});
   }
 }
 

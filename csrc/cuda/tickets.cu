@@ -1,4 +1,5 @@
 // The memory of tickets: tickets.cuh.
+#include <mutex>
 #include <unordered_map>
 
 #include "tickets.cuh"
@@ -11,10 +12,27 @@ constexpr int kStreams = 16, kCapturedCalls = 112;
 // Zeros when the module is loaded. 1 MB.
 __device__ unsigned tickets[kStreams + kCapturedCalls][kTickets];
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// The address on the current device.
+unsigned* address_of_tickets() {
+  // Asking does no harm to a graph that another thread captures.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  void* address = nullptr;
+  const cudaError_t error = cudaGetSymbolAddress(&address, tickets);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  check_cuda(error, "address of the tickets");
+  return static_cast<unsigned*>(address);
+}
+
 // Which sets of a device are given away. torch makes its streams once and destroys none, so a handle stands for one
 // stream.
 struct TicketSets {
-  std::mutex mutex;
   unsigned* memory = nullptr;
   std::unordered_map<cudaStream_t, int> streams;
   int captured = 0;
@@ -30,33 +48,29 @@ struct TicketSets {
     streams.emplace(stream, number);
     return number;
   }
-
-  // For a call in that stream of the current device, or null.
-  unsigned* take(cudaStream_t stream) {
-    const bool captures = is_capturing(stream);
-    const std::lock_guard<std::mutex> lock(mutex);
-    const int number = number_for(stream, captures);
-    if (number < 0) return nullptr;
-    if (!memory) {
-      const RelaxedCapture relaxed;
-      void* address = nullptr;
-      check_cuda(cudaGetSymbolAddress(&address, tickets), "address of the tickets");
-      memory = static_cast<unsigned*>(address);
-    }
-    return memory + int64_t{number} * kTickets;
-  }
 };
+
+std::mutex mutex;  // for the sets, which are never destroyed: a thread may outlive that
+auto& sets = *new std::unordered_map<int, TicketSets>;
+
+// For a call in that stream of the current device, or null.
+unsigned* take_set(int device, cudaStream_t stream) {
+  const bool captures = is_capturing(stream);
+  const std::lock_guard<std::mutex> lock(mutex);
+  TicketSets& of_device = sets[device];
+  const int number = of_device.number_for(stream, captures);
+  if (number < 0) return nullptr;
+  if (!of_device.memory) of_device.memory = address_of_tickets();
+  return of_device.memory + int64_t{number} * kTickets;
+}
 
 }  // namespace
 
-void forget_tickets() {
-  TicketSets& sets = of_device<TicketSets>(0);
-  sets.streams.clear(), sets.captured = 0;
-}
+void forget_tickets() { sets[0].streams.clear(), sets[0].captured = 0; }
 
 unsigned* tickets_for(const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  if (unsigned* const set = of_device<TicketSets>(context.device).take(stream)) return set;
+  if (unsigned* const set = take_set(context.device, stream)) return set;
   void* const own = context.allocate(context.owner, kTickets * sizeof(unsigned));
   check_cuda(cudaMemsetAsync(own, 0, kTickets * sizeof(unsigned), stream), "cudaMemsetAsync");
   return static_cast<unsigned*>(own);

@@ -75,6 +75,9 @@ struct Raw {
 struct Places {
   int64_t low, high;
 
+  static constexpr bool kMayBeCodes = false;  // lists of 8-bit codes among them
+
+  static __host__ __device__ constexpr bool holds(int) { return true; }
   __device__ __forceinline__ bool are_adjacent() const { return high == low + kVector / 2; }
   __device__ __forceinline__ int64_t of(int k) const { return k < kVector / 2 ? low + k : high + (k - kVector / 2); }
 };
@@ -117,49 +120,64 @@ __device__ __forceinline__ void store_words(void* base, int64_t byte, const Raw&
 #endif
 }
 
-__device__ __forceinline__ void load_vector(const void* base, DType dtype, bool is_aligned, const Places& places,
-                                            Raw& raw) {
-  if (dtype == DType::f32) {
-    if (is_aligned) {
-      load_words<4, 0>(base, places.low * 4, raw);
-      load_words<4, 4>(base, places.high * 4, raw);
-    } else {
+// Elements that a thread does not hold are 0.
+template <class Word, class Places>
+__device__ __forceinline__ void load_singly(const void* base, const Places& places, Raw& raw) {
+  constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) raw.word[k] = static_cast<const uint32_t*>(base)[places.of(k)];
-    }
-  } else if (!is_aligned) {
-    const auto* const words = static_cast<const uint16_t*>(base);
-#pragma unroll
-    for (int k = 0; k < kVector; k += 2) {
-      raw.word[k / 2] = words[places.of(k)] | static_cast<uint32_t>(words[places.of(k + 1)]) << 16;
-    }
-  } else if (places.are_adjacent()) {
-    load_words<4, 0>(base, places.low * 2, raw);
-  } else {
-    load_words<2, 0>(base, places.low * 2, raw);
-    load_words<2, 2>(base, places.high * 2, raw);
+  for (int k = 0; k < kVector; ++k) {
+    const uint32_t word = places.holds(k) ? static_cast<const Word*>(base)[places.of(k)] : 0;
+    raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
   }
 }
 
+template <class Word, class Places>
+__device__ __forceinline__ void store_singly(void* base, const Places& places, const Raw& raw) {
+  constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if (places.holds(k)) {
+      static_cast<Word*>(base)[places.of(k)] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
+    }
+  }
+}
+
+// `is_aligned`, for 16-byte accesses (8 of codes), and all elements are there.
+template <class Places>
+__device__ __forceinline__ void load_vector(const void* base, DType dtype, bool is_aligned, const Places& places,
+                                            Raw& raw) {
+  if (Places::kMayBeCodes && is_code(dtype)) {
+    is_aligned ? load_words<2, 0>(base, places.of(0), raw) : load_singly<uint8_t>(base, places, raw);
+  } else if (dtype == DType::f32) {
+    if (!is_aligned) return load_singly<uint32_t>(base, places, raw);
+    load_words<4, 0>(base, places.of(0) * 4, raw);
+    load_words<4, 4>(base, places.of(kVector / 2) * 4, raw);
+  } else if (!is_aligned) {
+    load_singly<uint16_t>(base, places, raw);
+  } else if (places.are_adjacent()) {
+    load_words<4, 0>(base, places.of(0) * 2, raw);
+  } else {
+    load_words<2, 0>(base, places.of(0) * 2, raw);
+    load_words<2, 2>(base, places.of(kVector / 2) * 2, raw);
+  }
+}
+
+template <class Places>
 __device__ __forceinline__ void store_vector(void* base, DType dtype, bool is_aligned, const Places& places,
                                              const Raw& raw) {
-  if (dtype == DType::f32) {
-    if (is_aligned) {
-      store_words<4, 0>(base, places.low * 4, raw);
-      store_words<4, 4>(base, places.high * 4, raw);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) static_cast<uint32_t*>(base)[places.of(k)] = raw.word[k];
-    }
+  if (Places::kMayBeCodes && is_code(dtype)) {
+    is_aligned ? store_words<2, 0>(base, places.of(0), raw) : store_singly<uint8_t>(base, places, raw);
+  } else if (dtype == DType::f32) {
+    if (!is_aligned) return store_singly<uint32_t>(base, places, raw);
+    store_words<4, 0>(base, places.of(0) * 4, raw);
+    store_words<4, 4>(base, places.of(kVector / 2) * 4, raw);
   } else if (!is_aligned) {
-    auto* const words = static_cast<uint16_t*>(base);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) words[places.of(k)] = static_cast<uint16_t>(raw.word[k / 2] >> k % 2 * 16);
+    store_singly<uint16_t>(base, places, raw);
   } else if (places.are_adjacent()) {
-    store_words<4, 0>(base, places.low * 2, raw);
+    store_words<4, 0>(base, places.of(0) * 2, raw);
   } else {
-    store_words<2, 0>(base, places.low * 2, raw);
-    store_words<2, 2>(base, places.high * 2, raw);
+    store_words<2, 0>(base, places.of(0) * 2, raw);
+    store_words<2, 2>(base, places.of(kVector / 2) * 2, raw);
   }
 }
 

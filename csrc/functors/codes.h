@@ -2,8 +2,8 @@
 // elements in memory order. ampctx/kernels/codes.py has the formulas, and the same arithmetic: each operation is
 // rounded, in this order, on every backend.
 //
-// A block is stored in two passes: largest(), joined over the block by the maximum of its bits; then encode() with the
-// code_scale() of that.
+// A block is stored in two passes: largest(), joined over the block by the maximum of its bits; then encode_scaled()
+// with the code_scale() of that.
 #pragma once
 
 #include "convert.h"
@@ -22,7 +22,6 @@ AMPCTX_FN uint32_t bits_of_states(uint32_t random) { return mix32(random + 0x9e3
 AMPCTX_FN uint32_t bits_of_state(uint32_t bits_of_states, int state) {
   return bits_of_states >> (16 * state) & 0xffffu;
 }
-AMPCTX_FN uint32_t state_bits(uint32_t random, int state) { return bits_of_state(bits_of_states(random), state); }
 
 // The place between two codes that rounds up, from random bits. To nearest it is 1/2.
 AMPCTX_FN float rounding_place(uint32_t sixteen_bits) {
@@ -59,12 +58,6 @@ AMPCTX_FN int32_t encode_scaled(float value, float scale, float place) {
   const int32_t rounded = static_cast<int32_t>(255.0f * y + place);
   const int32_t at_most = rounded > 255 ? 255 : rounded, at_least = square > 0 ? 1 : 0;
   return at_most < at_least ? at_least : at_most;
-}
-
-// Codes of a block with scale 0 or nan are 0.
-template <DType code>
-AMPCTX_FN int32_t encode(float value, float scale, float place) {
-  return scale > 0 ? encode_scaled<code>(value, scale, place) : 0;
 }
 
 // decode() in two parts: what the code says alone, which CUDA kernels look up, and what its block adds.

@@ -52,12 +52,9 @@ struct Fiber {
 
 struct Executor {
   int64_t launches = 0;         // of this thread, since it began
-  int64_t pinned = 0;           // how often it has asked for pinned memory
   int64_t parameter_bytes = 0;  // of the launch with most, since a test has asked
   // What tests have the runtime say.
   bool is_capturing = false;
-  bool are_copies_under_way = false;
-  bool has_no_pinned_memory = false;
   int driver = 13000;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;

@@ -46,16 +46,8 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   lists.dtype = {DType::f16, DType::f32};
   lists.numel.assign(numel, numel + tensors);
   for (int list = 0; list < lists.depth; ++list) lists.pointer[list].resize(static_cast<size_t>(tensors));
-  std::vector<int64_t> memory;
-  Context context;
-  context.owner = &memory;
-  context.allocate = [](void* owner, int64_t bytes) -> void* {
-    auto& memory = *static_cast<std::vector<int64_t>*>(owner);
-    memory.resize(static_cast<size_t>(bytes) / sizeof(int64_t));
-    return memory.data();
-  };
   int64_t launch = 0, first = 0;
-  for_each_table<2>(context, lists, [&](const auto& table) {
+  for_each_table<2>(lists, [&](const auto& table) {
     const Split grid = split(table.elements(), max_blocks);
     for (int block = 0; block < grid.blocks; ++block) {
       cuda_emulation::executor().block = {static_cast<unsigned>(block)};
@@ -68,12 +60,9 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   });
 }
 
-// Whether this thread's stream is capturing, its copies to the device are under way, and there is no pinned memory.
-__attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing, int are_copies_under_way,
-                                                                int has_no_pinned_memory) {
+// Whether this thread's stream is capturing.
+__attribute__((visibility("default"))) void ampctx_test_capture(int is_capturing) {
   cuda_emulation::executor().is_capturing = is_capturing != 0;
-  cuda_emulation::executor().are_copies_under_way = are_copies_under_way != 0;
-  cuda_emulation::executor().has_no_pinned_memory = has_no_pinned_memory != 0;
 }
 
 // The version of the driver, 12010 for CUDA 12.1.
@@ -107,8 +96,6 @@ __attribute__((visibility("default"))) int64_t ampctx_test_tickets_taken() {
   }
   return taken;
 }
-
-__attribute__((visibility("default"))) int64_t ampctx_test_pinned() { return cuda_emulation::executor().pinned; }
 
 // How many kernels this thread has launched.
 __attribute__((visibility("default"))) int64_t ampctx_test_launches() { return cuda_emulation::executor().launches; }

@@ -53,11 +53,10 @@ def emulation_256():
 
 @pytest.fixture
 def runtime(emulation):
-    """Has the runtime say that the stream is capturing, that copies are under way, that memory has run out, or that
-    the driver is an older one."""
+    """Has the runtime say that the stream is capturing, or that the driver is an older one."""
 
-    def says(capturing=False, copying=False, no_memory=False, driver=13000):
-        emulation.ampctx_test_runtime(capturing, copying or no_memory, no_memory)
+    def says(capturing=False, driver=13000):
+        emulation.ampctx_test_capture(capturing)
         emulation.ampctx_test_driver(driver)
 
     yield says

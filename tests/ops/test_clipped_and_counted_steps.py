@@ -70,9 +70,8 @@ def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
         assert [t.item() for t in skips] == [*expected, 2.0**step]
 
 
-def test_an_emulated_list_of_several_launches_counts_once(runtime):
-    """A captured call, whose tables travel in parameters."""
-    runtime(capturing=True)
+@pytest.mark.usefixtures("emulation")
+def test_an_emulated_list_of_several_launches_counts_once():
     for optimizer in (ADAM, LAMB, NOVOGRAD):
         skips = skips_of(EMULATED)
         make_call(EMULATED, optimizer, [1] * 2000, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))

@@ -74,7 +74,7 @@ ERRORS = """
 
 #include <cstdio>
 
-#include "cuda/staging.h"
+#include "cuda/check_cuda.h"
 #include "torch_abi.h"
 
 using namespace ampctx;
@@ -92,7 +92,7 @@ int main() {
   const int64_t petabyte = int64_t{1} << 50, one = 1;
   const torch_abi::Device nowhere = {aoti_torch_device_type_cuda(), 99};
   report([] { cuda::check_cuda(cudaErrorMemoryAllocation, "launch of kernel"); });
-  report([] { cuda::check_cuda(cudaErrorNotReady, "launch of kernel"); });
+  report([] { cuda::check_cuda(cudaErrorInvalidValue, "launch of kernel"); });
   report([&] { torch_abi::empty(&petabyte, aoti_torch_dtype_uint8(), torch_abi::Device::cpu()); });
   report([&] { torch_abi::empty(&one, aoti_torch_dtype_uint8(), nowhere); });
   for (const char* words : {"CUDA out of memory. Tried to allocate 20.00 GiB.", "CUDA error: out of memory",

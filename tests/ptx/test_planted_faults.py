@@ -93,7 +93,7 @@ THREAD_5 = "mov.u32 %r90001, %tid.x;\n setp.eq.s32 %p90001, %r90001, 5;\n"
 BARRIER = r"bar\.sync\s+0;"
 FAULTS = {
     "the first barrier removed": Fault("l2norm", replace(BARRIER, ""), "race in shared memory"),
-    "the second barrier removed": Fault("l2norm", replace(BARRIER, "", 1), "nobody has written"),
+    "the second barrier removed": Fault("l2norm", replace(BARRIER, "", 1), "race in shared memory: reads"),
     "a barrier for one warp": Fault(
         "l2norm", replace(BARRIER, FIRST_WARP + "@%p90001 bar.sync 0;"), "at different barriers|are at a barrier|race"
     ),
@@ -172,7 +172,7 @@ FAULTS = {
 
 def launched(modules: list[Module], fault: Fault) -> tuple[Module, str]:
     """The entry that the call launches, which has the smallest table in its parameters, and its module."""
-    state = {"l2norm": "5TableILi2E", "adam": "AdamIfLb0EEELb0ELb0E"}.get(fault.kernel, "")
+    state = {"l2norm": "5TableILi2E", "adam": "AdamIfLb0EEELb0ELb0ELb0E"}.get(fault.kernel, "")
     candidates = [
         (int(table[1]), module, entry.name)
         for module in modules
