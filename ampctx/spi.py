@@ -151,11 +151,9 @@ def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:
 
 def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
     """Unscales the window's gradients, or ``.grad`` without one. Returns its ``found_inf`` flag."""
-    found_inf = FoundInf()
     if binding.gradients.window is None:
         declare_scaled(binding, inv_scale)
-    binding.gradients.close_window(inv_scale, found_inf)
-    return found_inf
+    return binding.gradients.collect(inv_scale=inv_scale)
 
 
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:

@@ -154,7 +154,6 @@ class OptimizerBinding:
         casts: CastSwitch,
         steps: StepRecord,
         names: ParameterNames,
-        taken: Callable[[], set[int]],
         events: Events,
     ) -> None:
         self.masters, self.gradients, self.loss_scales = masters, Frames(masters), loss_scales
@@ -167,7 +166,7 @@ class OptimizerBinding:
         # What the running step is given; a closure changes it.
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of, self._taken, self._culprits_later = names, taken, weak_method(self._culprits_of)
+        self._names_of, self._culprits_later = names, weak_method(self._culprits_of)
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
@@ -266,7 +265,7 @@ class OptimizerBinding:
         self.follow_groups()
         self.masters.resync(before_step)
         if self.masters.unsure:
-            self.masters.take_broadcast(self._optimizer(), weights_final)
+            self.masters.take_broadcast(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect()
 
@@ -295,14 +294,13 @@ class OptimizerBinding:
             raise
 
     def follow_groups(self) -> None:
-        optimizer = self._optimizer()
-        if not self.masters.is_current(optimizer):
+        if not self.masters.is_current():
             # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
-            self.masters.follow(optimizer, self._taken, drop)
+            self.masters.follow(drop)
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
-                tell(self.events.dropped, optimizer, names)
+                tell(self.events.dropped, self.optimizer, names)
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.params()), torch.device("cpu"))
@@ -338,7 +336,8 @@ class OptimizerBinding:
 
     def _facts(self) -> StepFacts:
         has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
-        stepped = {id(p) for p in self.model_params()}.union(self._taken())
+        stepped = {id(p) for p in self.model_params()}
+        stepped.update(id(p) for masters in list(self.masters.beside) for p in masters.params_with_master)
         return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
 
     def check_misuse(self, has_closure: bool = False) -> None:
@@ -595,7 +594,7 @@ class OptimizerBinding:
         self._replaced.close()
         if self.optimizer is not None:
             self.undo_first_step()
-            self.gradients.drop_incomplete()
-            with torch.no_grad():
-                self.gradients.collect()
-            self.masters.release(self.optimizer)
+            if self.gradients.incomplete:
+                self.gradients.drop_all()  # no check would refuse these sums any more
+            self.gradients.collect()
+            self.masters.release()
