@@ -141,7 +141,7 @@ def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
 
 def drop_window(binding: OptimizerBinding) -> None:
     """Discards the window and restores the stash."""
-    binding.gradients.drop_window()
+    binding.gradients.abandon(-1)
 
 
 def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:

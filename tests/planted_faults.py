@@ -166,7 +166,8 @@ FAULTS = [
     ),
     Fault(
         "the host goes by the flag of the first loss", "ampctx",
-        "if join_flags(each, each[0].device).item() == 0:", "if each[0].item() == 0:",
+        "gathered(each).tolist() if len(each) > 1 else [flag.item() for flag in each]",
+        "[each[0].item()] * len(each) if each else []",
         "tests/apex/test_l0_scenarios.py",
     ),
     Fault(
@@ -428,7 +429,7 @@ FAULTS = [
     ),
     Fault(
         "an exception leaves a block open", "ampctx",
-        "while self.depth > depth:", "while self.depth > depth + 1:", f"{ROWS}exceptions_anywhere.py",
+        "while self.frames and self.depth > depth:", "while self.depth > depth + 1:", f"{ROWS}exceptions_anywhere.py",
     ),
     Fault(
         "an exception takes the gradients from before along", "ampctx",

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, split_weights, state
+from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, is_rank_zero, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve
@@ -237,7 +237,7 @@ class AmpSession:
         kept = find_kept(model_list, policy.keep_fp32)
         plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
         if policy.master_weights == "split":
-            split_weights.check(optimizer_list, self._bindings)
+            setup.check_split(optimizer_list, self._bindings)
         sharded = {model: plan for model, plan in plans.items() if plan is not None}
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
@@ -269,7 +269,7 @@ class AmpSession:
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
             for optimizer in optimizer_list:
                 if policy.master_weights == "split":
-                    split_weights.begin(undo, optimizer, originals)
+                    setup.begin_split(undo, optimizer, originals)
                 masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters)
                 steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
                 bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)

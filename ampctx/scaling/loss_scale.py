@@ -140,8 +140,6 @@ class LossScale:
         if loss_scale == DYNAMIC:
             low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
             return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
-        if isinstance(loss_scale, str):
-            raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
         scale = cls(value := check_scale("loss_scale", loss_scale), dynamic=skip_nonfinite)
         if skip_nonfinite:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value

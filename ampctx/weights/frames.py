@@ -221,10 +221,10 @@ class Frames:
         """Puts back the gradients from before the block that began, or was about to, with ``depth`` blocks open.
 
         Also ends blocks inside it that are still open, such as those of generators. ``ending``: at the end of the
-        block. If that has added gradients up here, they are incomplete.
+        block. If that has added gradients up here, they are incomplete. A ``depth`` of -1 ends a window, too.
         """
         self.incomplete |= ending and self.depth <= depth
-        while self.depth > depth:
+        while self.frames and self.depth > depth:
             frame = self.frames[-1]
             before = frame.stash if frame.backup is None else frame.backup
             for p in self._masters.leaves:
@@ -362,13 +362,6 @@ class Frames:
             self.frames[:] = [Frame(1.0, inv_scale, {}, True, loss, scaled)]
         else:
             self.window.scaled = scaled
-
-    def drop_window(self) -> None:
-        """Puts back the gradients from before the window. Between blocks."""
-        if self.frames:
-            for p in self._masters.leaves:
-                p.grad = self.frames[0].stash.get(p)
-            self.frames.clear()
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
