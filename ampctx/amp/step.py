@@ -31,7 +31,7 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import step_record
-from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights import waiting
@@ -39,7 +39,7 @@ from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
-from ampctx.weights.step import Step
+from ampctx.weights.step import Step, has_parameter
 from ampctx.weights.waiting import Waiting
 
 
@@ -409,7 +409,8 @@ class OptimizerBinding:
 
     def device_decides(self, before_backward: bool = False) -> bool:
         optimizer = self._optimizer()
-        return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
+        # Not where torch's former protocol for scalers decides.
+        return not has_parameter(type(optimizer).step, "grad_scaler") and skips_by_itself(optimizer, before_backward)
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""

@@ -28,10 +28,11 @@ from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
-from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
 from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
 from ampctx.weights.clip import norm_before_clipping, strided_grads
+from ampctx.weights.step import has_parameter
 
 logger = logging.getLogger("ampctx")
 
@@ -353,7 +354,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(
         self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
+        if has_parameter(getattr(type(optimizer), "step", None), "grad_scaler"):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
                 f"grad_scaler of {type(optimizer).__name__}.step. Read self.grad_scale and self.found_inf instead.",
