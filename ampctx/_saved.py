@@ -1,4 +1,4 @@
-"""Checks the entries of checkpoints. ``where``: the place of an entry, for messages."""
+"""Reads the entries of checkpoints. ``where``: the place of an entry, for messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,3 +20,10 @@ def entry(state: Mapping[Any, Any], key: str, kind: Any, where: str) -> Any:
         raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
     typed(state[key], kind, f'{where}["{key}"]')
     return state[key]
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.options import BRIEFS, resolve
 from ampctx.amp.step import OptimizerBinding
@@ -31,7 +32,6 @@ from ampctx.scaling.loss_scale import (
     check_count,
     check_scale,
     only_amp_entry,
-    plain,
     read_amp_entries,
     read_grad_scaler_state,
     required,

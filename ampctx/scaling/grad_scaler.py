@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
@@ -472,7 +473,7 @@ class GradScaler(torch.amp.GradScaler):
         if loss_scale.is_amp_state(state_dict):
             return scale.load_state_dict(loss_scale.only_amp_entry(state_dict))
         saved = loss_scale.read_grad_scaler_state(state_dict)
-        own = {name: loss_scale.plain(value) for name, value in state_dict.items()}
+        own = {name: plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
         hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
         left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)

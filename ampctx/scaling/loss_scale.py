@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
-from ampctx._saved import entry, typed
+from ampctx._saved import entry, plain, typed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -323,13 +323,6 @@ class LossScale:
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
-
-
-def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
 
 
 def required(state: Mapping[str, Any], key: str) -> Any:
