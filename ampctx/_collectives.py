@@ -1,8 +1,9 @@
 """Collectives that name their call when they fail, for ``process_group=`` and ``amp.check_ranks``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,12 +35,18 @@ def check_process_group(process_group: Any, name: str = "process_group") -> None
         )
 
 
+# What ``ranks_of`` says, by group. torch lists all ranks at each question, and none once the group is destroyed.
+_RANKS: MutableMapping[Any, str] = WeakKeyDictionary()
+
+
 def ranks_of(group: Any) -> str:
     """This rank and those of a group, for messages."""
-    dist = torch.distributed
-    ranks = dist.get_process_group_ranks(group)
-    shown = ", ".join(map(str, ranks if len(ranks) <= 16 else [*ranks[:15], "..."]))
-    return f"rank {dist.get_rank()} of a group of {len(ranks)} ranks [{shown}]"
+    if group not in _RANKS:
+        dist = torch.distributed
+        ranks = dist.get_process_group_ranks(group)
+        shown = ", ".join(map(str, ranks if len(ranks) <= 16 else [*ranks[:15], "..."]))
+        _RANKS[group] = f"rank {dist.get_rank()} of a group of {len(ranks)} ranks [{shown}]"
+    return _RANKS[group]
 
 
 def device_for(backends: str, device: torch.device, bound: torch.device | None = None) -> torch.device:
@@ -57,7 +64,7 @@ def _device_of_group(group: Any, device: torch.device) -> torch.device:
 @contextmanager
 def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
     """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
-    ranks = ranks_of(group)  # torch knows them no longer once the group is destroyed
+    ranks = ranks_of(group)
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError, NotImplementedError):

@@ -9,6 +9,9 @@ and the step. Timed for the peers, which do the same work with the optimizers th
 * O2: the same on fp32 masters, between a copy of the fp16 gradients into theirs and one of the masters into the model;
 * O5: the two copies and the bf16 model without a scaler, as O5 does not scale.
 
+With ``--ranks`` (at O1) all sides step the DTensors of ``fully_shard`` on one of so many ranks, whose collectives do
+nothing: the host time of this rank alone.
+
 Clipping, they call ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``; otherwise torch's fused optimizers unscale
 while they step, the fastest way torch has. All sides run in one process on the same gradients, round by round in random
 order, and must end with the same weights, but those that keep 8 bits of state.
@@ -146,20 +149,40 @@ def floor_bytes(params: list[Tensor], optimizer: str) -> int:
     """
     of_step = 8 + 8 * STATES[optimizer]
     return sum(
-        p.numel() * (2 * p.element_size() + of_step + (p.element_size() if p.dtype != torch.float32 else 0))
+        part(p).numel() * (2 * p.element_size() + of_step + (p.element_size() if p.dtype != torch.float32 else 0))
         for p in params
     )
+
+
+def shard(model: torch.nn.Module, ranks: int) -> None:
+    """Spreads the parameters over ranks of which there is only this one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    fully_shard(model, mesh=init_device_mesh(next(model.parameters()).device.type, (ranks,)))
+
+
+def part(t: Any) -> Tensor:
+    """What this rank has of a DTensor."""
+    return t.detach().to_local() if hasattr(t, "to_local") else t.detach()
+
+
+def like(p: Any, values: Tensor) -> Tensor:
+    """A DTensor laid out as ``p``, as ``fully_shard`` makes gradients: with its own record of the layout."""
+    return type(p.detach())(values, p._spec, requires_grad=False) if hasattr(p, "to_local") else values
 
 
 def gradients(params: list[Tensor], seed: int) -> list[Tensor]:
     """Scaled gradients as backward would leave them, in the dtype of each parameter."""
     torch.manual_seed(seed)
-    return [torch.randn(p.shape, device=p.device).to(p.dtype) for p in params]
+    return [like(p, torch.randn(part(p).shape, device=p.device).to(p.dtype)) for p in params]
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All elements end to end, in fp32; a copy."""
-    return torch.cat([t.detach().float().view(-1) for t in tensors])
+    """All elements of this rank end to end, in fp32; a copy."""
+    return torch.cat([part(t).float().reshape(-1) for t in tensors])
 
 
 def check_same_weights(ours: AmpctxTail, theirs: TorchTail) -> None:
@@ -172,8 +195,8 @@ def check_same_weights(ours: AmpctxTail, theirs: TorchTail) -> None:
 
 def check_overflow_skips(side: AmpctxTail | TorchTail, grads: list[Tensor], clock: Clock) -> None:
     before, scale = flat(side.weights), side.scale
-    bad = [g.clone() for g in grads]
-    bad[-1].view(-1)[-1] = float("inf")
+    bad = [like(g, part(g).clone()) for g in grads]
+    next(part(g) for g in reversed(bad) if part(g).numel()).view(-1)[-1] = float("inf")
     side.step(bad, clock)
     assert side.scale == scale / 2, f"the scale after an overflow is {side.scale}, before it was {scale}"
     assert torch.equal(flat(side.weights), before), "an overflow moved a weight"
@@ -183,9 +206,11 @@ class Tails:
     """ampctx and its peers with equal weights, and the same gradients for all."""
 
     def __init__(self, table: Callable[[], Any], args: argparse.Namespace, peers: dict[str, Make]) -> None:
-        self.device = torch.device(args.device)
+        self.device, self.ranks = torch.device(args.device), getattr(args, "ranks", 0)
         torch.manual_seed(0)
         model = Parameters(table()).to(self.device)
+        if self.ranks:
+            shard(model, self.ranks)
         self.peers = {who: TorchTail(model, args.opt_level, make, args.clip) for who, make in peers.items()}
         self.ours = AmpctxTail(model, args.opt_level, args.optimizer, args.clip)
         self.sides = {"ampctx": self.ours, **self.peers}
@@ -193,7 +218,7 @@ class Tails:
 
     def step(self, who: str, round_number: int, clock: Clock) -> dict[str, float]:
         # Fresh copies: every side may unscale in place.
-        grads = [g.clone() for g in self.sets[round_number % len(self.sets)]]
+        grads = [like(g, part(g).clone()) for g in self.sets[round_number % len(self.sets)]]
         return self.sides[who].step(grads, clock)
 
     def check(self) -> None:
@@ -207,6 +232,8 @@ class Tails:
 
     def close(self) -> None:
         self.ours.session.reset()
+        if self.ranks:
+            torch.distributed.destroy_process_group()
 
 
 def peers_of(parser: argparse.ArgumentParser, optimizer: str, args: argparse.Namespace) -> dict[str, Make]:
@@ -218,7 +245,7 @@ def peers_of(parser: argparse.ArgumentParser, optimizer: str, args: argparse.Nam
 
 def measure(tails: Tails, args: argparse.Namespace) -> Figures:
     clock = Clock(tails.device)
-    bandwidth = Bandwidth(sum(p.numel() for p in tails.ours.params), tails.device, clock)
+    bandwidth = Bandwidth(sum(part(p).numel() for p in tails.ours.params), tails.device, clock)
 
     def of(who: str) -> Callable[[int], dict[str, float]]:
         def step(round_number: int) -> dict[str, float]:
@@ -238,6 +265,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", default="resnet50", choices=list(MODELS))
     found.add_argument("--opt-level", default="O2", choices=list(LOW_PRECISION))
     found.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
+    found.add_argument("--ranks", type=int, default=0, help="of fully_shard; 0, the default: plain tensors")
     found.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
     add_against(found)
     return found
@@ -248,6 +276,8 @@ NAMED = ("device", "model", "opt_level", "optimizer")  # options that the name o
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(options := parser(), arguments)
+    if args.ranks and (args.opt_level != "O1" or args.ranks < 0):
+        options.error("--ranks: a number of ranks at --opt-level O1")
     tails = Tails(MODELS[args.model], args, peers_of(options, args.optimizer, args))
     report(options, args, measure(tails, args), *NAMED)
     tails.close()

@@ -496,6 +496,8 @@ PyObject* build_info(PyObject*, PyObject*) {
 PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr},
                            {"build_info", build_info, METH_NOARGS, nullptr},
                            {"use_python", plan::use_python, METH_VARARGS, nullptr},
+                           {"spread_grads", plan::spread_grads, METH_O, nullptr},
+                           {"use_dtensor", plan::use_dtensor, METH_VARARGS, nullptr},
                            {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},

@@ -10,6 +10,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "arguments.h"
 
@@ -34,8 +35,15 @@ struct Torch {
   PyObject* params = nullptr;
   descrgetfunc get_grad = nullptr, get_version = nullptr;
   descrsetfunc set_grad = nullptr;
+  // Given by use_dtensor(): the class, and the descriptors of this rank's part and of its layout over the ranks.
+  PyObject *dtensor = nullptr, *part = nullptr, *spec = nullptr;
+  descrgetfunc get_part = nullptr, get_spec = nullptr;
 };
 inline Torch torch;
+
+inline bool is_sharded(PyObject* tensor) { return reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == torch.dtensor; }
+inline Reference part_of(PyObject* tensor) { return Reference(torch.get_part(torch.part, tensor, nullptr)); }
+inline Reference spec_of(PyObject* tensor) { return Reference(torch.get_spec(torch.spec, tensor, nullptr)); }
 
 inline bool is_plain(PyObject* tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
@@ -90,6 +98,7 @@ inline uint64_t layout_number(const View& view) {
 struct Known {
   uint64_t layout;
   const void *object, *storage;
+  Reference spec;  // of a DTensor
 };
 
 // Where the tensors of an op's list come from: a list of them, the gradients of parameters, or an entry of each of some
@@ -99,10 +108,11 @@ enum class From { kList, kGrads, kEntries };
 struct Column {
   From from;
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
-  bool is_written = false;
-  Views views{};  // as they were in the last run
+  bool is_written = false, is_sharded = false;
+  Views views{};  // of DTensors those of this rank's parts,  // as they were in the last run
   std::vector<Known> known{};
-  PyObject* read = nullptr;  // the gradients or entries of this run, kept for it
+  PyObject* read = nullptr;   // the gradients, entries or parts of this run, kept for it
+  PyObject* whole = nullptr;  // the DTensors that these are parts of
 
   bool is_grads() const { return from == From::kGrads; }
 };
@@ -197,7 +207,7 @@ inline void prefetch(const View& view, const Known& known) {
 // Null for `tensor` is an error of Python's.
 inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
   View view, &former = column.views[i];
-  if (!tensor || (column.from != From::kList && !is_plain(tensor)) || !read(tensor, view)) {
+  if (!tensor || ((column.from != From::kList || column.known[i].spec) && !is_plain(tensor)) || !read(tensor, view)) {
     return PyErr_Clear(), kDiffers;
   }
   if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
@@ -209,21 +219,40 @@ inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
   return kRuns;
 }
 
+// Takes this rank's part of a DTensor. False where it is none, or a gradient that is laid out otherwise over the ranks.
+inline bool take_part(Column& column, const Known& known, PyObject* whole, Reference& part) {
+  if (!whole || !is_sharded(whole)) return false;
+  if (column.is_grads()) {
+    const Reference spec = spec_of(whole);
+    if (!spec) return false;
+    if (spec != known.spec && PyObject_RichCompareBool(spec.get(), known.spec.get(), Py_EQ) != 1) return false;
+  }
+  part = part_of(whole);
+  return part && (!column.is_written || PyList_Append(column.whole, whole) == 0);
+}
+
 inline Code read_column(Column& column) {
   const size_t count = column.known.size();
-  const bool is_given = column.read != nullptr, collects = !is_given && column.from != From::kList;
+  const bool is_given = column.read != nullptr;
+  const bool collects = !is_given && (column.from != From::kList || column.is_sharded);
+  if (is_given && column.is_sharded) return kDiffers;
   if (collects && !(column.read = PyList_New(count))) return kError;
+  if (column.is_sharded && !(column.whole = PyList_New(0))) return kError;
   for (size_t i = 0; i < count; ++i) {
     PyObject* const list = is_given ? column.read : column.owners;
     prefetch_item(list, i);
     if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.known[i + kAhead]);
     PyObject* tensor = PyList_GetItem(list, i);
-    Reference grad;
+    Reference grad, part;
     if (collects && tensor && column.is_grads()) {
       grad = grad_of(tensor);
       tensor = grad.get();
-    } else if (collects && tensor) {
+    } else if (collects && tensor && column.from == From::kEntries) {
       tensor = PyDict_GetItemWithError(tensor, column.key);
+    }
+    if (column.known[i].spec) {
+      if (!take_part(column, column.known[i], tensor, part)) return PyErr_Clear(), kDiffers;
+      tensor = part.get();
     }
     if (const Code code = read_tensor(column, i, tensor)) return code;
     if (collects) PyList_SetItem(column.read, i, Py_NewRef(tensor));
@@ -327,8 +356,11 @@ inline bool bump_versions(const State& state) {
     for (const int written : call.written) {
       const Column& column = state.columns[written];
       PyObject* const tensors = column.read ? column.read : column.owners;
-      const Reference done(PyObject_CallFunctionObjArgs(torch.increment_version, tensors, nullptr));
-      if (!done.get()) return false;
+      for (PyObject* written_now : {tensors, column.whole}) {
+        if (!written_now) continue;
+        const Reference done(PyObject_CallFunctionObjArgs(torch.increment_version, written_now, nullptr));
+        if (!done) return false;
+      }
     }
   }
   return true;
@@ -389,13 +421,14 @@ inline PyObject* run(PyObject* self, PyObject* given) {
   for (Column& column : state->columns) {
     if (code == kRuns && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
     Py_CLEAR(column.read);
+    Py_CLEAR(column.whole);
   }
   state->is_running = false;
   return result;
 }
 
-// Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). Its number, -1 for None, or
-// -2 where a plan cannot read it.
+// Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). A DTensor stands for this
+// rank's part. Its number, -1 for None, or -2 where a plan cannot read it.
 inline int add_column(State& state, PyObject* from) {
   if (from == Py_None) return -1;
   const Py_ssize_t size = PyTuple_Check(from) ? PyTuple_Size(from) : 0;
@@ -411,13 +444,19 @@ inline int add_column(State& state, PyObject* from) {
   PyObject* const tensors = size == 0 ? from : PyTuple_GetItem(from, size - 1);
   if (PyList_Size(tensors) != PyList_Size(column.owners)) return -2;
   for (Py_ssize_t i = 0; i < PyList_Size(tensors); ++i) {
-    PyObject* const tensor = PyList_GetItem(tensors, i);
+    PyObject *tensor = PyList_GetItem(tensors, i), *const owner = PyList_GetItem(column.owners, i);
+    Reference part, spec;
+    if (is_sharded(tensor)) {
+      spec = spec_of(tensor), part = part_of(tensor), tensor = part.get();
+      if (!spec || !part) return -2;
+      column.is_sharded = true;
+    }
     View view;
     if (!is_plain(tensor) || !read(tensor, view) || is_negated(tensor, view)) return -2;
-    if (size == 2 && !is_plain(PyList_GetItem(column.owners, i))) return -2;
+    if (size == 2 && !is_plain(owner) && !is_sharded(owner)) return -2;
     column.views.push_back(view);
     // Gradients are others at each run.
-    column.known.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor)});
+    column.known.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor), std::move(spec)});
   }
   state.columns.push_back(std::move(column));
   return static_cast<int>(state.columns.size() - 1);
@@ -516,13 +555,47 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
 inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);
   if (count < 0) return nullptr;
+  std::optional<PlainGetters> guard;
+  if (count > 16) guard.emplace();  // for a few it costs more than it saves
   for (Py_ssize_t i = 0; i < count; ++i) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    if (!torch.exchange || !tensor || !is_plain(tensor)) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!torch.exchange || !tensor || !(is_plain(tensor) || is_sharded(tensor))) {
+      return PyErr_Clear(), Py_NewRef(Py_None);
+    }
     if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
   }
   return PyBool_FromLong(true);
+}
+
+// spread_grads(params): of each its gradient or None, of that this rank's part or None if it has no elements, and the
+// layout of the parameter over the ranks or None; and whether each gradient has that layout. None where a tensor is
+// neither plain nor a DTensor.
+inline PyObject* spread_grads(PyObject*, PyObject* params) {
+  const Py_ssize_t count = PyList_Size(params);
+  if (count < 0) return nullptr;
+  const Reference grads(PyList_New(count)), parts(PyList_New(count)), layouts(PyList_New(count));
+  bool are_placed = true;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const param = PyList_GetItem(params, i);
+    const bool is_spread = torch.dtensor && is_sharded(param);
+    if (!torch.exchange || !(is_spread || is_plain(param))) return Py_NewRef(Py_None);
+    Reference layout = is_spread ? spec_of(param) : Reference(Py_NewRef(Py_None)), grad = grad_of(param), part;
+    if (grad && grad.get() != Py_None) {
+      const bool has_parts = torch.dtensor && is_sharded(grad.get());
+      const Reference of_grad = has_parts ? spec_of(grad.get()) : Reference(Py_NewRef(Py_None));
+      are_placed = are_placed && of_grad == layout;
+      part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
+      View view;
+      if (!part || !is_plain(part.get()) || !read(part.get(), view)) return PyErr_Clear(), Py_NewRef(Py_None);
+      if (view.numel == 0) part.reset();
+    }
+    if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
+    PyList_SetItem(layouts.get(), i, layout.release());
+    PyList_SetItem(grads.get(), i, grad.release());
+    PyList_SetItem(parts.get(), i, part ? part.release() : Py_NewRef(Py_None));
+  }
+  return PyTuple_Pack(4, grads.get(), parts.get(), layouts.get(), are_placed ? Py_True : Py_False);
 }
 
 // have_members(groups, members): whether the param groups hold these lists of parameters.
@@ -612,6 +685,19 @@ inline PyObject* use_python(PyObject*, PyObject* given) {
   }
   if (fits && found.params) torch = found;
   return PyBool_FromLong(fits);
+}
+
+// use_dtensor(DTensor, its descriptor of this rank's part, that of its layout): plans then serve them.
+inline PyObject* use_dtensor(PyObject*, PyObject* given) {
+  Torch found = torch;
+  if (!PyArg_ParseTuple(given, "OOO", &found.dtensor, &found.part, &found.spec)) return nullptr;
+  found.get_part = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(found.part), Py_tp_descr_get));
+  found.get_spec = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(found.spec), Py_tp_descr_get));
+  if (found.get_part && found.get_spec && !torch.dtensor) {
+    for (PyObject* object : {found.dtensor, found.part, found.spec}) Py_IncRef(object);
+    torch = found;
+  }
+  return Py_NewRef(Py_None);
 }
 
 inline bool make_type() {

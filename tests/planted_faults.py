@@ -141,6 +141,21 @@ FAULTS = [
         "!bump_versions(state) || ", "",
         "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
     ),
+    Fault(
+        "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/plan.h",
+        "if (spec != known.spec && PyObject_RichCompareBool(spec.get(), known.spec.get(), Py_EQ) != 1)", "if (!spec)",
+        "tests/optimizers/test_plans_on_meshes.py",
+    ),
+    Fault(
+        "a plan bumps no version of a DTensor", "csrc/plan.h",
+        "if (!written_now) continue;", "if (written_now != tensors) continue;",
+        "tests/optimizers/test_plans_on_meshes.py",
+    ),
+    Fault(
+        "a clip goes by the layouts of other parameters", "ampctx/kernels/sharding.py",
+        "if same_items([layout() for layout in former], layouts):", "if len(former) == len(layouts):",
+        "tests/optimizers/test_plans_on_meshes.py",
+    ),
     # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
     Fault(
         "scale does not report inf", "csrc/cpu/elementwise.cpp",

@@ -574,7 +574,7 @@ class AmpSession:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def master_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """Yields the parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
+        """The parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
 
         With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
         after the ``scale_loss`` block: inside it, gradients are scaled and masters have none. ``optimizer`` may be any
@@ -587,8 +587,7 @@ class AmpSession:
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
             binding.refresh()
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        return iter([p for group in optimizer.param_groups for p in group["params"]])
 
     def skipped_steps(self, optimizer: Any) -> int:
         """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on

@@ -62,27 +62,25 @@ class OpCall(NamedTuple):
 
 
 class _Calls(threading.local):
-    """The calls that are being noted in this thread, and whether they are also made."""
+    """The calls that are being noted in this thread."""
 
     noted: list[OpCall] | None = None
-    are_made = True
 
 
 _calls = _Calls()
 
 
 @contextmanager
-def noted(make: bool = True) -> Iterator[list[OpCall]]:
-    """Notes the calls of ops in this thread, for plans. ``make``: make them, too."""
+def noted() -> Iterator[list[OpCall]]:
+    """Notes the calls of ops in this thread, for plans."""
     if torch.compiler.is_compiling():  # no plan is made there
         yield []
         return
-    former = _calls.noted, _calls.are_made
-    _calls.noted, _calls.are_made = [], make
+    former, _calls.noted = _calls.noted, []
     try:
         yield _calls.noted
     finally:
-        _calls.noted, _calls.are_made = former
+        _calls.noted = former
 
 
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
@@ -97,8 +95,6 @@ def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
     """Calls an op of ``torch.ops.ampctx``."""
     if not torch.compiler.is_compiling() and _calls.noted is not None:
         _calls.noted.append(OpCall(name, lists, others))
-        if not _calls.are_made:
-            return None
     try:
         return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
@@ -110,7 +106,7 @@ def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
 
 def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed, which a C++ op outside autograd does not do by itself."""
-    if not torch.compiler.is_compiling() and _calls.are_made:
+    if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
                 tensor_loops.bump_versions(tensors)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampctx._plan import PLANS
 from ampctx.kernels.ops import extension, is_watched
+from ampctx.kernels.sharding import dtensor
 from ampctx.kernels.tensor_loops import all_none, grad_of, same_items, version_of
 
 # A list of an op call comes from a list of tensors; from the gradients of parameters (parameters, gradients); from
@@ -74,6 +75,7 @@ def make_plan(
         return None
     if not extension.serves(first.device.type):
         return None
+    _use_dtensor()
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     # A column by its owners, so that the lists of a call which are one list are read once.
     members, given = [list(group["params"]) for group in groups], [tuple(call) for call in calls]
@@ -89,6 +91,31 @@ def _in_c(name: str) -> Callable[..., Any]:
 
 
 _have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_grads", "marks"))
+
+
+def _use_dtensor() -> None:
+    if kind := dtensor():
+        # Private names of torch's. A test guards them.
+        extension.module.use_dtensor(kind, kind._local_tensor, kind._spec)
+
+
+class SpreadGrads(NamedTuple):
+    """Of each of some parameters its gradient or None, of that this rank's part or None if it has no elements, and the
+    layout of the parameter over the ranks or None. ``placed``: each gradient has that layout."""
+
+    whole: list[Tensor | None]
+    parts: list[Tensor | None]
+    layouts: list[Any]
+    placed: bool
+
+
+def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
+    """None where C cannot read a tensor. No host sync."""
+    if not PLANS or extension.module is None or is_watched():
+        return None
+    _use_dtensor()
+    found = extension.module.spread_grads(params)
+    return None if found is None else SpreadGrads(*found)
 
 
 def have_members(groups: Any, members: list[list[Tensor]]) -> bool:

@@ -7,15 +7,17 @@ must take part.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import all_reduce, named_collective
-from ampctx.kernels.tensor_loops import grad_of
+from ampctx.kernels.tensor_loops import grad_of, same_items
 
 
 def _loaded(module: str, name: str) -> Any:
@@ -24,13 +26,14 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
 
 
-def _dtensor() -> Any:
+def dtensor() -> Any:
+    """The class, or ()."""
     return _loaded("tensor", "DTensor")
 
 
 def is_sharded(t: Tensor) -> bool:
     """Whether a tensor is a DTensor, a replicated one too."""
-    return isinstance(t, _dtensor())
+    return isinstance(t, dtensor())
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
@@ -52,26 +55,33 @@ def steps_a_partition(optimizer: Any) -> bool:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    kind = _dtensor()
+    kind = dtensor()
     return bool(kind) and any(issubclass(found, kind) for found in set(map(type, tensors)))
 
 
-@torch.no_grad()
 def _part(t: Any) -> Tensor:
-    part = t.to_local()
-    # On some paths torch returns a pending collective; ``wait`` gives the tensor.
-    return part.wait() if hasattr(part, "wait") else part
+    # Private: to_local() takes ten times as long, and makes a new view of a parameter at each call.
+    part: Any = t._local_tensor
+    if type(part) is not Tensor and hasattr(part, "wait"):  # a collective that has yet to arrive
+        with torch.no_grad():
+            return part.wait()
+    return part
 
 
-def local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def local(tensors: Sequence[Any]) -> Sequence[Any]:
     """Replaces each DTensor by this rank's part, which shares its memory."""
-    return [_part(t) if is_sharded(t) else t for t in tensors] if any_sharded(tensors) else tensors
+    if not any_sharded(tensors):
+        return tensors
+    kind = dtensor()
+    return [_part(t) if isinstance(t, kind) else t for t in tensors]
 
 
 def wrote(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that DTensors changed, after a write to their parts."""
     if any_sharded(tensors):
-        torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
+        kind = dtensor()
+        alike = set(map(type, tensors)) == {kind}
+        torch.autograd.graph.increment_version(tensors if alike else [t for t in tensors if isinstance(t, kind)])
 
 
 def is_split(t: Any) -> bool:
@@ -105,7 +115,7 @@ def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
     part = _part(t)
     zeros = torch.zeros(part.shape[0], columns, dtype=dtype, device=part.device)
     how = {"shape": torch.Size((t.shape[0], columns)), "stride": (columns, 1)}
-    return _dtensor().from_local(zeros, t.device_mesh, t.placements, run_check=False, **how)
+    return dtensor().from_local(zeros, t.device_mesh, t.placements, run_check=False, **how)
 
 
 def laid_out_as(value: Any, like: Any) -> Tensor:
@@ -177,7 +187,8 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
-    return list(dict.fromkeys(group for grid in grids_of(tensors).values() for group in grid.groups))
+    grids = (spread.grid for spread in spreads_of(tensors) if spread.grid is not None)
+    return list(dict.fromkeys(group for grid in grids for group in grid.groups))
 
 
 def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
@@ -189,8 +200,61 @@ def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     return found
 
 
+class Spread(NamedTuple):
+    """The tensors of a list that one grid has, by their places; None: each rank has them whole. ``joins``: ranks have
+    different parts of some, and each counts those at ``counted``."""
+
+    grid: Grid | None
+    joins: bool
+    places: list[int]
+    counted: list[int]
+
+
+# By a layout that some lists begin with: those of the latest such list, and its spreads.
+_SPREADS: Any = WeakIdKeyDictionary()
+
+
+def spreads_of(tensors: Sequence[Any], layouts: list[Any] | None = None) -> list[Spread]:
+    """How parameters are spread over the ranks. Kept for a list of the same layouts, as to compare meshes and
+    placements takes longer than a norm. ``layouts``: of each, or None of a plain tensor, where they are known."""
+    layouts = layouts_of(tensors) if layouts is None else layouts
+    first = next(layout for layout in layouts if layout is not None)
+    former, spreads = _SPREADS.get(first, ((), []))
+    if same_items([layout() for layout in former], layouts):
+        return spreads
+    alike: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        alike.setdefault((t.device_mesh, t.placements) if is_sharded(t) else None, []).append(i)
+    grids = grids_of(tensors[i] for i, *_ in alike.values())
+    of_grids: dict[Grid | None, list[list[int]]] = {}
+    for key, places in alike.items():
+        of_grids.setdefault(None if key is None else grids.get(key[0]), []).append(places)
+    spreads = []
+    for grid, kinds in of_grids.items():
+        joins = grid is not None and any(is_split(tensors[i]) for i, *_ in kinds)
+        counted = [kind for kind in kinds if grid is None or not joins or grid.counts(tensors[kind[0]])]
+        spreads.append(Spread(grid, joins, list(chain(*kinds)), list(chain(*counted))))
+    _SPREADS[first] = [_never if layout is None else weakref.ref(layout) for layout in layouts], spreads
+    return spreads
+
+
+def layouts_of(tensors: Iterable[Any]) -> list[Any]:
+    """The layout of each over the ranks, None of a plain tensor."""
+    # Private: two public properties tell the same in six times the time.
+    return [getattr(t, "_spec", None) for t in tensors]
+
+
+def _never() -> None:
+    """In place of a reference to the layout of a plain tensor."""
+
+
 # The placements of gradients that were sums still to be made, by parameter.
 _ARRIVES_AS: Any = WeakIdKeyDictionary()
+
+
+def may_arrive_as_sums(params: Iterable[Tensor]) -> bool:
+    """Whether gradients of some were sums still to be made. Then each rank takes part, with or without a gradient."""
+    return len(_ARRIVES_AS) > 0 and any(p in _ARRIVES_AS for p in params)
 
 
 @torch.no_grad()
@@ -202,7 +266,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
     """
     if not any_sharded(params):
         return
-    kind = _dtensor()
+    kind = dtensor()
     pending: list[tuple[Any, Any]] = []
     for p, grad in zip(params, map(grad_of, params), strict=True):
         if not isinstance(p, kind):

@@ -117,6 +117,11 @@ class OpSpec:
         return ("found_inf", "inv_scale", "lr", *self.factors, *(("grad_norm", "numbers") if self.takes_step else ()))
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """The arguments after the lists, in order."""
+        return (*self.tensors, *(number.name for number in self.numbers), *(END if self.takes_step else ()))
+
+    @property
     def schemas(self) -> tuple[str, ...]:
         reads = ("grads", "") if self.takes_step else ("params",)
         return tuple(map(self._schema, self.ops, reads))

@@ -483,14 +483,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             follow(p, self.state.get(p, {}), self._seen)
 
     def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
-        arguments = self._arguments(work, scaling)
-        if norm is not None:
-            arguments["global_grad_norm"] = norm.on(work.device)
-        _work.call(self._op_of(work.group), work, arguments)
+        _work.call(self._op_of(work.group), work, self._arguments(work, scaling, norm))
         if work.sharded:
             wrote(work.members)
 
-    def _arguments(self, work: Work, scaling: Scaling) -> dict[str, Any]:
+    def _arguments(self, work: Work, scaling: Scaling, norm: PerDevice | None = None) -> dict[str, Any]:
         """What the op of a call is given besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
@@ -505,12 +502,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
-            "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
+            "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else float(lr),
             "maximize": bool(group["maximize"]),
             "seed": group["seed"],
             "unscale_grads": scaling.unscales and not work.is_pending,
             **clip,
         }
+        if norm is not None:
+            arguments["global_grad_norm"] = norm.on(device)
         if scaling.skips is not None:
             arguments["skips"] = scaling.skips.take(device)
         return arguments

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
+from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad, version_of
 from ampctx.optimizers._state_types import forms_of
-from ampctx.optimizers._work import Scaling, Work, settings_of, writes_all
+from ampctx.optimizers._work import Scaling, Work, defaults_of, settings_of, writes_all
 from ampctx.weights.pending import Pending
 from ampctx.weights.store import EXTRAS
 
 
 def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: Scaling) -> StepPlan | None:
-    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: parts or
-    copies of gradients, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
+    """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: copies of
+    gradients, sums of ranks still to be made, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
     if len(calls) != len(works) or not all(work.is_plain for work in works):
+        return None
+    if may_arrive_as_sums(p for group in optimizer.param_groups for p in group["params"]):
         return None
     grads_of = {} if scaling.pending is None else scaling.pending.grads
     for work in works:
-        own = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
-        if not tensor_loops.same_items(own, work.lists["grads"]):
+        own: list[Any] = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
+        if not tensor_loops.same_items(local(own), work.lists["grads"]):
             return None
     planned = [_planned(optimizer, work, call) for work, call in zip(works, calls, strict=True)]
     stepped = {id(p) for work in works for p in work.members}
@@ -40,16 +44,19 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
     keys = {**{name: key for name, key in forms.sized.items() if key is not None}, **forms.along}
     if (destination := work.kind[0]) in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
+    entries = [optimizer.state[p] for p in work.members]
+    # A DTensor in place of its part.
+    whole = {id(part): p for part, p in zip(local(work.members), work.members, strict=True)} if work.sharded else {}
     columns: list[Column] = []
     for name, tensors in zip(spec.lists, call.lists, strict=True):
         if name == "skips":
             columns.append(None)
         elif name == "grads":
-            columns.append((list(work.members), list(tensors)))
+            columns.append((list(work.members), list(map(stored_grad, work.members)) if whole else list(tensors)))
         elif name in keys and len(tensors):
-            columns.append(([optimizer.state[p] for p in work.members], keys[name], list(tensors)))
+            columns.append((entries, keys[name], [entry[keys[name]] for entry in entries]))
         else:
-            columns.append(list(tensors))
+            columns.append([whole[id(t)] for t in tensors] if whole else list(tensors))
     writes = ("params", "extras", *(["grads"] if call.op == spec.unscaling_op else []))
     written = tuple(i for i, name in enumerate(spec.lists) if name in writes and call.lists[i])
     return PlannedCall(call.op, columns, written)
@@ -62,8 +69,10 @@ class StepPlan:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
-        # Whether ops are given the norm of all gradients.
-        self._has_norm = any(SPECS[optimizer._op_of(work.group)].factors for work in works)
+        specs = [SPECS[optimizer._op_of(work.group)] for work in works]
+        self._takers = [itemgetter("skips", *spec.values) for spec in specs]
+        self._defaults = [defaults_of(work) for work in works]
+        self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
         self._settings = settings_of(optimizer)
         self._writes_all = writes_all(works, scaling)
         self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
@@ -90,10 +99,10 @@ class StepPlan:
                 return False
         norm, has_run = self._norm(optimizer, scaling, grads) if self._has_norm else None, False
         try:
-            with ops.noted(make=False) as calls:
-                for work in self._works:
-                    optimizer._launch(work, scaling, norm)
-            given = [(call.lists[-1], *call.others) for call in calls]
+            given = [
+                take({**defaults, **optimizer._arguments(work, scaling, norm)})
+                for work, take, defaults in zip(self._works, self._takers, self._defaults, strict=True)
+            ]
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
             if not has_run and scaling.skips is not None:
@@ -123,7 +132,7 @@ class StepPlan:
     def _norm(self, optimizer: Any, scaling: Scaling, grads: list[Any] | None) -> PerDevice | None:
         given = grads or [None] * len(self._works)
         now = [
-            list(map(stored_grad, work.members)) if own is None else own
+            local(list(map(stored_grad, work.members))) if own is None else own
             for work, own in zip(self._works, given, strict=True)
         ]
         if any(grad is None for own in now for grad in own):

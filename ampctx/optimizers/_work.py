@@ -23,6 +23,8 @@ from ampctx.weights.step import SkipCounts, Step
 from ampctx.weights.store import EXTRAS
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
+# By op: the options that switch one of its lists of state on.
+_SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in SPECS.items()}
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -137,8 +139,8 @@ class Work(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the op reads and writes the program's own tensors, and no copies or parts of them."""
-        return self.fused and not self.sharded and not self.relaid
+        """Whether the op reads and writes the program's own tensors, or parts of them, and no copies."""
+        return self.fused and not self.relaid
 
     def parts(self, kinds: Sequence[Any], most: int) -> list[Work]:
         """The call as several, each for members of one kind with up to ``most`` elements, or for one that has more."""
@@ -244,12 +246,13 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
 
 def settings_of(optimizer: Any) -> list[Any]:
     """What decides about write backs and state besides the state itself, to compare."""
-    groups = optimizer.param_groups
-    # Copies, as a program may change a dict in place.
-    given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
-    forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
-    sized = [bool(group.get(state.if_set)) for group in groups for state in SPECS[optimizer._op_of(group)].sized]
-    return [optimizer.write_back, optimizer.master_weights, optimizer._master_dtypes, *sized, *forms]
+    found: list[Any] = [optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights]
+    for group in optimizer.param_groups:
+        kept = group.get("state_dtype")
+        found.append(dict(kept) if type(kept) is dict else kept)  # a copy, as a program may change it in place
+        found.append(group.get("min_8bit_size"))
+        found += [bool(group.get(name)) for name in _SWITCHES[optimizer._op_of(group)]]
+    return found
 
 
 def writes_all(works: Sequence[Work], scaling: Scaling) -> bool:
@@ -265,6 +268,13 @@ def finish_unscaling(works: Sequence[Work]) -> None:
             overwrite(grad, copy)
         if work.sharded and not work.is_pending:
             wrote([p.grad for p in work.members if p.grad is not None])
+
+
+def defaults_of(work: Work) -> dict[str, Any]:
+    """The arguments of an op in place of those that a step does not give it."""
+    code = WRITE_BACKS.index("copy" if work.kind[0] == "model" else work.kind[0])
+    ends = {"skips": (), "grad_norm": 1.0, "max_norm": -1.0, "stochastic_state": False, "numbers": steps.NO_NUMBERS}
+    return {**ends, **work.random, "write_back": code}
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
         # A gradient of each device, by its number: device objects take longer.
         some = dict(zip(map(Tensor.get_device, grads), grads, strict=True)).values()
         flags = {grad.device: move(start, grad.device) for grad in some}
-        grads = strided_grads(parameters)
+        grads = [grad for grad in strided_grads(parameters) if grad is not None]
         raised = FoundInf()
         raised.per_device = flags
         if inv_scale is None:

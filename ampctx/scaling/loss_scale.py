@@ -67,6 +67,8 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 
 def check_loss_id(value: Any) -> int:
+    if type(value) is int:
+        return value
     hint = f": {value!r}. Pass the number of the loss, from 0 to num_losses - 1."
     return int(_checked("loss_id", value, Integral, "an int", hint))
 

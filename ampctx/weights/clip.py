@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
 import torch
@@ -15,8 +15,17 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.plan import PlannedCall, make_plan
-from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
+from ampctx.kernels.plan import PlannedCall, SpreadGrads, make_plan, spread_grads
+from ampctx.kernels.sharding import (
+    Grid,
+    any_sharded,
+    layouts_of,
+    local,
+    may_arrive_as_sums,
+    place_grads,
+    spreads_of,
+    wrote,
+)
 from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
 from ampctx.weights import masters, waiting
 from ampctx.weights.pending import MasterParam, Pending, pending_in
@@ -36,13 +45,14 @@ def strided_grad(parameter: Tensor) -> Tensor | None:
     return grad.values()
 
 
-def strided_grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """``strided_grad`` of those that have a gradient."""
+def strided_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """``strided_grad`` of each."""
+    params = list(params)
     if not torch.compiler.is_compiling():
-        grads = [grad for grad in map(grad_of, params) if grad is not None]
-        if set(map(layout_of, grads)) <= {torch.strided}:
+        grads = list(map(grad_of, params))
+        if {layout_of(grad) for grad in grads if grad is not None} <= {torch.strided}:
             return grads
-    return [grad for grad in map(strided_grad, params) if grad is not None]
+    return list(map(strided_grad, params))
 
 
 def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -57,7 +67,7 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if not all(issubclass(kind, Tensor) for kind in set(map(type, found))):
         i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
         raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
-    if not found and isinstance(parameters, Generator):
+    if not found and isinstance(parameters, Iterator):
         warnings.warn(
             "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
             "one, or a list.",
@@ -137,8 +147,7 @@ def clip_grad_norm_(
         AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
     """
     found = _checked_parameters(parameters)
-    if are_sharded := any_sharded(found):
-        place_grads(found)
+    are_sharded = any_sharded(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     # dynamo cannot trace pending gradients, nor what ranks have yet to agree on.
     leaves = torch.compiler.is_compiling() and (are_sharded or any(isinstance(p, MasterParam) for p in found))
@@ -167,11 +176,13 @@ def _clip(
     ):
         return norm
     touched = _without(pending, found)
+    spread = _spread_grads(touched) if are_sharded else None
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    grads = [grad for grad in strided_grads(touched) if grad.numel() > 0]
+    given = [grad for grad in (strided_grads(touched) if spread is None else spread.whole) if grad is not None]
+    grads = [grad for grad in given if grad.numel() > 0] if spread is None else _there(spread.parts)
     norms = [each.norm() for each in pending]
-    if are_sharded:
-        norms.append(_norm_over_ranks(touched, order, use_foreach))
+    if spread is not None:
+        norms.append(_norm_over_ranks(touched, spread, order, use_foreach))
     elif grads or not pending:
         norms.append(_total_norm(grads, order, use_foreach))
     norm = joined_norm(norms)
@@ -182,8 +193,10 @@ def _clip(
         )
     if grads:
         _scale_down(grads, max_norm, norm)
-        if not in_graph:
-            set_each(grads, "norm_before_clipping", norm)
+    if are_sharded:
+        wrote(given)
+    if not in_graph:
+        set_each(given, "norm_before_clipping", norm)
     for each in pending:
         each.clip(norm, max_norm)
     return norm
@@ -192,8 +205,8 @@ def _clip(
 def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
     """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
     grads = list(map(stored_grad, params))
-    if not all_there(grads) or 0 in map(Tensor.numel, grads):
-        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None and grad.numel()]
+    if not all_there(grads):
+        params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         grads = list(map(stored_grad, params))
     if set(map(dtype_of, grads)) != {torch.float32}:
         return None
@@ -227,25 +240,32 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
     return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
 
 
-def _norm_over_ranks(params: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+def _there(tensors: list[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def _spread_grads(params: list[Tensor]) -> SpreadGrads:
+    """The gradients of parameters, some of which are DTensors, placed as these."""
+    found = spread_grads(params)
+    if found is None or not found.placed or may_arrive_as_sums(params):
+        place_grads(params)
+        whole = strided_grads(params)
+        parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
+        found = SpreadGrads(whole, parts, layouts_of(params), True)
+    return found
+
+
+def _norm_over_ranks(params: list[Tensor], spread: SpreadGrads, order: float, use_foreach: bool | None) -> Tensor:
     """The norm of the gradients of parameters, some of which are DTensors.
 
     One all_reduce for each grid with split parameters. The parameters decide about it: ranks may differ in which of
     them have gradients.
     """
-    layouts = by_layout(params)
-    grids = grids_of(like for like, *_ in layouts.values())
-    members: dict[Grid | None, list[list[Tensor]]] = {}
-    for layout, alike in layouts.items():
-        members.setdefault(None if layout is None else grids.get(layout[0]), []).append(alike)
     norms = []
-    for grid, kinds in members.items():
-        joins = grid is not None and any(is_split(like) for like, *_ in kinds)
-        counted = [p for alike in kinds if grid is None or not joins or grid.counts(alike[0]) for p in alike]
-        # Of this rank's parts, some may be empty, and torch refuses the infinity norm of an empty tensor.
-        parts = [part for part in local(strided_grads(counted)) if part.numel() > 0]
+    for grid, joins, places, counted in spreads_of(params, spread.layouts):
+        parts = _there([spread.parts[i] for i in counted])
         if grid is not None and joins:
-            norms.append(_joined_over_ranks(parts, [p for alike in kinds for p in alike], order, use_foreach, grid))
+            norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid))
         elif parts:
             norms.append(_total_norm(parts, order, use_foreach))
     if order == 2.0:
@@ -259,7 +279,8 @@ def _joined_over_ranks(
     """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
     if not order > 0:
         raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' for the gradients of DTensors")
-    dtype = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in params}, torch.float32)
+    dtypes = {dtype.to_real() for dtype in set(map(dtype_of, params))}
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     device = local(params[:1])[0].device
     if parts:
         norm = _total_norm(parts, order, use_foreach).to(device, torch.float64)
@@ -268,14 +289,15 @@ def _joined_over_ranks(
     op, call, has = torch.distributed.ReduceOp, "clip_grad_norm_", "the norm of its part"
     if order == math.inf:
         return grid.reduce(norm, op.MAX, call, has).to(dtype)
-    flags = waiting.over(grid.groups)
-    powers = [(norm**order).reshape(1), *(move(flag.sent(), device) for flag in flags)]
-    joined = torch.cat(powers) if flags else powers[0]
-    grid.reduce(joined, op.SUM, call, f"a found_inf flag and {has}" if flags else has)
-    total, *received = joined.split([len(part) for part in powers])
+    power = norm**order
+    if not (flags := waiting.over(grid.groups)):
+        return (grid.reduce(power, op.SUM, call, has) ** (1 / order)).to(dtype)
+    sent = [power.reshape(1), *(move(flag.sent(), device) for flag in flags)]
+    joined = grid.reduce(torch.cat(sent), op.SUM, call, f"a found_inf flag and {has}")
+    (power,), *received = joined.split([len(part) for part in sent])
     for flag, part in zip(flags, received, strict=True):
         flag.receive(part, call)
-    return (total[0] ** (1 / order)).to(dtype)
+    return (power ** (1 / order)).to(dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ampctx.kernels import ops
 from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Plan, PlannedCall, make_plan
+from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.tensor_loops import same_items
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
@@ -28,14 +29,19 @@ def frame_plan(
 ) -> FramePlan | None:
     """The plan of ``calls``, made on the ``grads`` of the leaves, in their order. ``made``: the pending gradients that
     came of them."""
-    leaf_of = {id(grad): p for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None}
+    if masters.has_sharded and may_arrive_as_sums(masters.leaves):
+        return None
+    there = [(p, grad) for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None]
+    # By the gradient, or this rank's part of it.
+    leaf_of = {id(part): pair for part, pair in zip(local([grad for _, grad in there]), there, strict=True)}
     planned = []
     for call in calls:
         tensors, is_norm = list(call.lists[0]), call.op.startswith(_NORM)
         in_place = call.op.removesuffix(_UPDATE) == _SCALE and same_items(*call.lists)
         if not (is_norm or in_place) or not leaf_of.keys() >= set(map(id, tensors)):
             return None  # copies of gradients, or sums
-        column = [leaf_of[id(t)] for t in tensors], tensors
+        params, whole = map(list, zip(*(leaf_of[id(t)] for t in tensors), strict=True))
+        column = params, whole
         planned.append(PlannedCall(call.op, [column] if is_norm else [column, column], () if is_norm else (1,)))
     are_norms = [call.op.startswith(_NORM) for call in calls]
     taken = sum(len(call.lists[0]) for call in calls)

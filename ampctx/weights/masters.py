@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
+from ampctx._compiling import without_grad
 from ampctx._errors import AmpError
 from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
@@ -327,7 +328,7 @@ class MasterParams:
         """Notes that the step has written each weight and its master, once."""
         self._agreed, self.ahead = (advanced(self._agreed[0]), advanced(self._agreed[1])), False
 
-    @torch.no_grad()
+    @without_grad
     def resync(self, before_step: bool = False) -> None:
         """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
         master, the master takes its value; where only the master was written, the weight is rounded again.
@@ -357,7 +358,6 @@ class MasterParams:
             foreach.scale(masters, params, Unread(), 1.0)
         self.agree()
 
-    @torch.no_grad()
     def round_again(self) -> None:
         """``resync`` before a forward, which may be one of an evaluation. No host sync."""
         if self.pairs and (self.ahead or (marks(self.params_with_master), marks(self.masters)) != self._agreed):

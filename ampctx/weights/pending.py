@@ -7,10 +7,8 @@ its step. For all other code ``MasterParam.grad`` turns them into fp32, all mast
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.extension import PLAIN_TYPES
 from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.plan import have_no_grads
 from ampctx.kernels.tensor_loops import stored_grad
 
 # torch's attribute, below the property of the same name; ``stored_grad`` reads it.
@@ -227,21 +226,18 @@ def clear_grads(params: list[Tensor]) -> None:
             pending.drop()
         else:
             pending.place.materialize()
-    kinds: set[Any] = set(map(type, params))
-    for kind in kinds:
-        if kind is not MasterParam and kind.grad is not _GRAD:
-            return tensor_loops.clear_grads(params)
-    deque(map(_GRAD.__set__, params, repeat(None)), maxlen=0)  # past the property of masters
-    return None
+    if not have_no_grads(params):
+        tensor_loops.clear_grads(params)
 
 
 def _pending_of(params: list[Tensor]) -> list[tuple[Pending, bool]]:
     """The pending gradients of these parameters, and whether all their masters are here."""
-    if MasterParam not in set(map(type, params)):
+    kinds = set(map(type, params))
+    if MasterParam not in kinds:
         return []
-    first: Any = next(p for p in params if type(p) is MasterParam)
-    if (pending := first.place.pending) is not None and tensor_loops.same_items(params, pending.masters):
-        return [(pending, True)]  # as usual: all masters of one optimizer
-    places = set(map(attrgetter("place"), (p for p in params if type(p) is MasterParam)))
-    given = set(map(id, params))
-    return [(found, given.issuperset(found.ids)) for place in places if (found := place.pending) is not None]
+    masters = params if len(kinds) == 1 else [p for p in params if type(p) is MasterParam]
+    found = [place.pending for place in set(map(attrgetter("place"), masters)) if place.pending is not None]
+    if len(found) == 1 and tensor_loops.same_items(params, found[0].masters):
+        return [(found[0], True)]  # as usual: all masters of one optimizer
+    given = set(map(id, params)) if found else set()
+    return [(pending, given.issuperset(pending.ids)) for pending in found]

@@ -82,6 +82,12 @@ def test_tail_of_each_optimizer_agrees_with_its_peer(optimizer, tmp_path):
     assert report == f"tail-cpu-digits-O2-{optimizer}-clip"
 
 
+def test_tail_of_shards(tmp_path):
+    run(tail, tmp_path, "--model", "digits", "--opt-level", "O1", "--clip", "--ranks", 3, "--rounds", 2)
+    with pytest.raises(SystemExit):
+        run(tail, tmp_path, "--model", "digits", "--opt-level", "O2", "--ranks", 3)
+
+
 def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
     elsewhere = {"torch-fused": lambda params: torch.optim.AdamW(params, lr=0.5)}
     monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
