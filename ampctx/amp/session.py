@@ -307,7 +307,8 @@ class AmpSession:
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
             hooks = self._step_hooks, self._skip_hooks
-            for forget in (self._casts.undo, *hooks, self._bindings, self._deferred, self._log.said):
+            bound = self._bindings, self._masters, self._deferred
+            for forget in (self._casts.undo, *hooks, *bound, self._log.said):
                 stack.callback(forget.clear)
             for flag in waiting.of(self):
                 stack.callback(flag.drop)
