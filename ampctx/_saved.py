@@ -1,5 +1,6 @@
 """Reads the entries of checkpoints. ``where``: the place of an entry, for messages."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,5 @@ def entry(state: Mapping[Any, Any], key: str, kind: Any, where: str) -> Any:
 
 def plain(value: Any) -> Any:
     """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and math.prod(shape) == 1 and hasattr(value, "item") else value
