@@ -410,7 +410,7 @@ FAULTS = [
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
-        "return join(p, kept)", "return p.detach().float()",
+        '"remainder", torch.int16, join,', '"remainder", torch.int16, lambda p, kept: p.detach().float(),',
         f"{ROWS}named_state.py",
     ),
     Fault(

@@ -489,7 +489,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
             else:
                 dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
-                dtype = STORES[destination].dtype(p.dtype) if key == EXTRAS.get(destination) else dtype
+                dtype = STORES[destination].dtype or p.dtype if key == EXTRAS.get(destination) else dtype
                 state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
                 if key == EXTRAS["copy"]:
                     state[key].copy_(p)
