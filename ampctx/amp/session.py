@@ -235,10 +235,10 @@ class AmpSession:
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
         setup.check(model_list, optimizer_list, self._bindings)
         kept = find_kept(model_list, policy.keep_fp32)
-        plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
+        plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
+        sharded = {model: plan for model, plan in plans if plan is not None}
         if policy.master_weights == "split":
             setup.check_split(optimizer_list, self._bindings)
-        sharded = {model: plan for model, plan in plans.items() if plan is not None}
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
@@ -535,15 +535,6 @@ class AmpSession:
         """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
         for flag in waiting.of(self):
             flag.decide(call)
-
-    def _take_deferred(self, scale: LossScale) -> Tensor | None:
-        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller updates
-        the scale and decides about the next steps: this flag no longer skips them."""
-        found_inf = self._deferred.pop(scale, None)
-        if found_inf is not None:
-            for binding in self._bindings.values():
-                binding.flags.drop_provisional(scale)
-        return found_inf
 
     @staticmethod
     def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:

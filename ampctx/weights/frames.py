@@ -353,16 +353,6 @@ class Frames:
             raise
         return found_inf
 
-    def declare_scaled(self, inv_scale: Factor, loss: Any) -> None:
-        """Treats ``.grad`` as scaled: part of the window, or a new one. For a caller that runs backward outside of
-        blocks. Between blocks."""
-        self._masters.place.materialize()
-        scaled = [p for p in self._masters.leaves if p.grad is not None]
-        if self.window is None:
-            self.frames[:] = [Frame(1.0, inv_scale, {}, True, loss, scaled)]
-        else:
-            self.window.scaled = scaled
-
     # --- dropping -----------------------------------------------------------------------------------------------------
 
     def drop_master_grads(self) -> None:
