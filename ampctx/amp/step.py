@@ -49,7 +49,7 @@ class FoundInfFlags:
     ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
     those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
     flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
-    ``_undecided``: the flag of the latest block while ranks have yet to agree on it.
+    ``undecided``: the flag of the latest block while ranks have yet to agree on it.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class FoundInfFlags:
         self._taken: tuple[Flags, Flags] | None = None
         self._of_failed_step = False
         self.scales_used: dict[int, Factor] = {}
-        self._undecided: Waiting | None = None
+        self.undecided: Waiting | None = None
 
     @property
     def are_of_blocks(self) -> bool:
         """Whether a block has checked gradients since the last step."""
-        return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
+        return self.undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
@@ -84,29 +84,20 @@ class FoundInfFlags:
     def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], session: Any) -> None:
         """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
         is final then. No host sync."""
-        reference = weakref.ref(self)
-
-        def conclude(flag: Waiting, agreed: Tensor) -> None:
-            if (flags := reference()) is not None:
-                flags._undecided = None
-                flags.add(loss_id, scale, agreed)
-            if flag.moves_scale:
-                scale.update(agreed)
-
-        self._undecided = Waiting(session, scale, found_inf, groups, conclude)
+        self.undecided = Waiting(session, self, loss_id, scale, found_inf, groups)
 
     def decide(self, call: str) -> None:
-        if self._undecided is not None:
-            self._undecided.decide(call)
+        if self.undecided is not None:
+            self.undecided.decide(call)
 
     def drop_undecided(self) -> None:
-        if self._undecided is not None:
-            self._undecided.drop()
-            self._undecided = None
+        if self.undecided is not None:
+            self.undecided.drop()
+            self.undecided = None
 
     def drop_failed(self, is_incomplete: bool) -> None:
         """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
-        if has_failed := self._undecided is not None and self._undecided.failed:
+        if has_failed := self.undecided is not None and self.undecided.failed:
             self.drop_undecided()
         if has_failed or is_incomplete or self._of_failed_step:
             self.clear()
