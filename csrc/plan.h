@@ -611,6 +611,7 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
   char* bytes;
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(marks, &bytes, &size) != 0) return nullptr;
+  if (size == 0) return Py_NewRef(marks);
   std::vector<int64_t> found(size / 8);
   std::memcpy(found.data(), bytes, size);
   for (size_t i = 0; i < found.size(); i += 2) ++found[i];

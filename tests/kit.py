@@ -11,7 +11,9 @@ fixture of that name. ``train``, ``Net``, ``LEVELS`` and ``OPTIMIZERS`` are defi
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable, Container, Iterable
 from functools import partial
@@ -34,6 +36,8 @@ LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 every_level = pytest.mark.parametrize("level", LEVELS)
 # For what only holds while steps keep calls and 16-bit gradients: launches, bytes, gradients that wait, norms for free.
 with_plans = pytest.mark.skipif(not PLANS, reason="AMPCTX_PLAN=0: no 16-bit gradient waits")
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}
+each_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 half_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
 
 

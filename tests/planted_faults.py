@@ -183,7 +183,7 @@ FAULTS = [
         "the host goes by the flag of the first loss", "ampctx",
         "gathered(each).tolist() if len(each) > 1 else [flag.item() for flag in each]",
         "[each[0].item()] * len(each) if each else []",
-        "tests/apex/test_l0_scenarios.py",
+        "tests/apex/test_l0_scale_loss_calls.py",
     ),
     Fault(
         "joined flags are the last of them", "ampctx",
@@ -348,9 +348,8 @@ FAULTS = [
         "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(
-        "lion's decay is not handed on", "ampctx",
-        "(*BETAS, NO_DECAY),\n        (EXP_AVG,),",
-        '(*BETAS, Number("weight_decay", default=0.0, of="0.0")),\n        (EXP_AVG,),',
+        "lion's decay is not handed on", "ampctx/kernels/steps.py",
+        '"weight_decay": group["weight_decay"],\n    }\n\n\ndef muon_options', "}\n\n\ndef muon_options",
         "tests/optimizers/test_optimizer_formulas.py -k lion",
     ),
     Fault(

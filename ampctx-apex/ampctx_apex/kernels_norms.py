@@ -138,7 +138,7 @@ def _grads(
 
 
 def _function(op: str, arguments: str, parameters: str, doc: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """``body`` as a function of ``arguments``, ``parameters`` among them. Gradients flow in ``__wrapped__``."""
+    """``body`` as a function of ``arguments``, ``parameters`` among them."""
     kind, names = inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters.split()
     signature = inspect.Signature(
         [

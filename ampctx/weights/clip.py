@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampctx._collectives import all_reduce, check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
@@ -114,6 +116,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: Any = None,
 ) -> Tensor:
     """Scales all gradients in place by ``min(max_norm / (norm + 1e-6), 1)``. Returns the norm before. No host sync.
 
@@ -136,6 +140,9 @@ def clip_grad_norm_(
             magnitude.
         error_if_nonfinite: raise if the norm is inf or nan, before any gradient changes. Host sync.
         foreach: for other orders than 2, as in torch. The compiled ops ignore it.
+        process_group: a ``torch.distributed.ProcessGroup`` whose ranks have other parameters of the model, such as the
+            stages of a pipeline, or experts. The norm is then that of all of them, by one more all_reduce. Every rank
+            must call this, with or without gradients. A parameter that several of its ranks pass counts for each.
 
     Returns:
         The norm, a 0-d tensor on the device of the first non-empty gradient; ``tensor(0.)`` if there is none.
@@ -144,15 +151,18 @@ def clip_grad_norm_(
         AmpTypeError, AmpValueError: an invalid argument, by name.
         AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
             master (after a ``scale_loss`` block at O2 or O5).
-        AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
+        AmpRankError: another rank of the group or of a DTensor's mesh has ended, has left this call out, or has another
+            loss scale.
     """
     found = _checked_parameters(parameters)
     are_sharded = any_sharded(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
+    check_process_group(process_group)
     # dynamo cannot trace pending gradients, nor what ranks have yet to agree on.
-    leaves = torch.compiler.is_compiling() and (are_sharded or any(isinstance(p, MasterParam) for p in found))
+    is_of_ranks = are_sharded or process_group is not None
+    leaves = torch.compiler.is_compiling() and (is_of_ranks or any(isinstance(p, MasterParam) for p in found))
     clip = _clip_outside_of_graphs if leaves else _clip
-    return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach)
+    return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach, process_group)
 
 
 def _clip(
@@ -162,6 +172,7 @@ def _clip(
     order: float,
     error_if_nonfinite: bool,
     use_foreach: bool | None,
+    process_group: Any,
 ) -> Tensor:
     in_graph = torch.compiler.is_compiling()
     pending = pending_in(found) if order == 2.0 else []
@@ -170,7 +181,7 @@ def _clip(
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
     if (
-        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
+        not (in_graph or pending or are_sharded or process_group or error_if_nonfinite or isinstance(max_norm, Tensor))
         and order == 2.0
         and (norm := _clipped_by_plan(found, max_norm)) is not None
     ):
@@ -186,6 +197,8 @@ def _clip(
     elif grads or not pending:
         norms.append(_total_norm(grads, order, use_foreach))
     norm = joined_norm(norms)
+    if process_group is not None:
+        norm = _over_ranks(norm, order, partial(all_reduce, group=process_group), "the norm of its parameters")
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
@@ -277,27 +290,33 @@ def _joined_over_ranks(
     parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid
 ) -> Tensor:
     """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
-    if not order > 0:
-        raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' for the gradients of DTensors")
     dtypes = {dtype.to_real() for dtype in set(map(dtype_of, params))}
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = local(params[:1])[0].device
     if parts:
-        norm = _total_norm(parts, order, use_foreach).to(device, torch.float64)
+        norm = _total_norm(parts, order, use_foreach).to(device, dtype)
     else:  # made on the device: a copy from the host would wait for it
-        norm = torch.zeros((), dtype=torch.float64, device=device)
-    op, call, has = torch.distributed.ReduceOp, "clip_grad_norm_", "the norm of its part"
+        norm = torch.zeros((), dtype=dtype, device=device)
+    return _over_ranks(norm, order, grid.reduce, "the norm of its part", waiting.over(grid.groups))
+
+
+def _over_ranks(
+    norm: Tensor, order: float, collective: Callable[..., Any], has: str, flags: Sequence[waiting.Waiting] = ()
+) -> Tensor:
+    """The norm of all ranks, of which each has that of its own. ``flags``: go along."""
+    if not order > 0:
+        raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' where ranks join their norms")
+    op, call, wide = torch.distributed.ReduceOp, "clip_grad_norm_", norm.to(torch.float64)
     if order == math.inf:
-        return grid.reduce(norm, op.MAX, call, has).to(dtype)
-    power = norm**order
-    if not (flags := waiting.over(grid.groups)):
-        return (grid.reduce(power, op.SUM, call, has) ** (1 / order)).to(dtype)
-    sent = [power.reshape(1), *(move(flag.sent(), device) for flag in flags)]
-    joined = grid.reduce(torch.cat(sent), op.SUM, call, f"a found_inf flag and {has}")
-    (power,), *received = joined.split([len(part) for part in sent])
-    for flag, part in zip(flags, received, strict=True):
-        flag.receive(part, call)
-    return (power ** (1 / order)).to(dtype)
+        collective(wide, op=op.MAX, call=call, has=has)
+        return wide.to(norm.dtype)
+    sent = [(wide**order).reshape(1), *(move(flag.sent(), norm.device) for flag in flags)]
+    joined = torch.cat(sent) if flags else sent[0]
+    collective(joined, op=op.SUM, call=call, has=f"a found_inf flag and {has}" if flags else has)
+    if flags:
+        for flag, part in zip(flags, joined[1:].split([len(part) for part in sent[1:]]), strict=True):
+            flag.receive(part, call)
+    return (joined[0] ** (1 / order)).to(norm.dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

@@ -65,9 +65,11 @@ def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("make", ["SGD-plain", "FusedSGD"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameters_without_a_gradient(session, level):
-    model, optimizer = probe(session, level, loss_scale="dynamic")
+def test_parameters_without_a_gradient(session, level, loss_scale, make):
+    model, optimizer = probe(session, level, make=make, loss_scale=loss_scale)
     for used in (model.weight, model.norm.weight):
         backward(session, used.float().sum(), optimizer)
     for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):
@@ -170,11 +172,7 @@ def test_errors_of_scale_loss(session):
         (AmpIndexError, "loss_id is 2, and num_losses=2", (model.loss(1.0), optimizer, 2)),
         (AmpTypeError, "loss is torch.complex64", (torch.ones(()) * 1j, optimizer)),
         (AmpTypeError, "loss must be a tensor, got float", (1.0, optimizer)),
-        (
-            AmpError,
-            r"optimizers\[1\] \(SGD\) did not go through amp.initialize",
-            (model.loss(1.0), (optimizer, stranger)),
-        ),
+        (AmpError, r"optimizers\[1\] \(SGD\) did not go through amp.init", (model.loss(1.0), (optimizer, stranger))),
         *(
             (
                 AmpTypeError,

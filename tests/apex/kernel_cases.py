@@ -1,4 +1,4 @@
-"""Tensors, flags and devices for the tests of amp_C."""
+"""Tensors, flags and devices for the tests of apex's extensions."""
 
 import pytest
 import torch
@@ -33,6 +33,23 @@ def wide(lists):
 
 def flag(value=0, dtype=torch.int32, device="cpu"):
     return torch.tensor([value], dtype=dtype, device=device)
+
+
+def norm_tensors(count, dtype, parameter_dtype, rows=(5,)):
+    """The input of a norm over (3, 4), so many parameters, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((*rows, 3, 4), generator=generator) + 1.0
+    parameters = [(torch.randn(3, 4, generator=generator) + 1.5).to(parameter_dtype) for _ in range(count)]
+    return x.to(dtype), parameters, torch.randn(x.shape, generator=generator).to(dtype)
+
+
+def norm_formula(centers, eps, x, weight=None, bias=None):
+    """Of a layer norm, which centers, or of an RMS norm."""
+    dims = (-2, -1)
+    x = x - x.mean(dims, keepdim=True) if centers else x
+    x = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
 
 
 def assert_lists(got, want):

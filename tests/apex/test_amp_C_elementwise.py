@@ -32,29 +32,14 @@ def test_four_functions_are_those_of_ampctx():
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def norm_calls(tensors, scale):
-    """Every norm function on clones of the tensors, and what its norm is multiplied with."""
-    inv_scale = torch.tensor([scale], device=tensors[0].device)
-    return {
-        "l2norm": (amp_C.multi_tensor_l2norm, [tensors], (), 1.0),
-        "l2norm_mp": (amp_C.multi_tensor_l2norm_mp, [tensors], (), 1.0),
-        "unscale_l2norm": (amp_C.multi_tensor_unscale_l2norm, [tensors], (inv_scale,), scale),
-    }
-
-
-NORMS = list(norm_calls([torch.ones(1)], 1.0))
-
-
 @pytest.mark.parametrize("per_tensor", [True, False, None])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", FLOATS)
-@pytest.mark.parametrize("name", NORMS)
-def test_norms(buf, device, name, kind, sizes, per_tensor):
+def test_norms(buf, device, kind, sizes, per_tensor):
     tensors = randn(SIZES[sizes], FLOATS[kind], device=device)
     before = copies([tensors])
-    op, lists, args, factor = norm_calls(tensors, 0.25)[name]
-    total, each = op(65536, buf, lists, *args, per_tensor)
-    norms = torch.stack([t.double().norm() for t in tensors]) * factor
+    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], per_tensor)
+    norms = torch.stack([t.double().norm() for t in tensors])
     torch.testing.assert_close(total, norms.norm().reshape(1).float())
     torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
     assert_same([tensors], before)
@@ -64,25 +49,17 @@ def test_norms(buf, device, name, kind, sizes, per_tensor):
 @pytest.mark.parametrize("preset", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bad", NON_FINITE)
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_raise_the_flag_and_never_lower_it(name, bad, place, preset):
+def test_norms_raise_the_flag_and_never_lower_it(bad, place, preset):
     tensors = [torch.ones(n, dtype=torch.float16) for n in (777, 555) * 3]
     buf = flag(preset)
-    op, lists, args, _ = norm_calls(tensors, 0.5)[name]
-    op(65536, buf, lists, *args, True)
+    amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
     assert buf.tolist() == [preset]
     tensor, element = PLACES[place]
     tensors[tensor][element] = NON_FINITE[bad]
-    total, each = op(65536, buf, lists, *args, True)
+    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
     assert buf.tolist() == [1]
     assert not total.isfinite().any()
     assert each.isfinite().sum() == 5
-
-
-def test_norm_beyond_fp32_is_infinite_and_no_overflow_of_a_gradient():
-    buf = flag()
-    assert amp_C.multi_tensor_l2norm(65536, buf, [[torch.full((4,), 2e38)]], False)[0].isinf().all()
-    assert buf.item() == 0
 
 
 # --- update_scale_hysteresis ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from functools import partial
 import amp_C
 import pytest
 import torch
+from formulas import Formula
 from kernel_cases import DEVICES, FLOATS, SIZES, assert_lists, assert_same, copies, flag, randn, wide
 
 OPTION = pytest.mark.parametrize
@@ -44,20 +45,20 @@ def assert_step(name, lists, args, formula, buf=None, first=1, beside=()):
 # --- Adam -------------------------------------------------------------------------------------------------------------
 
 
-def direction(g, p, m, v, step, mode, bias_correction, wd, beta3=1 - BETA1):
-    """Of Adam and LAMB, with the moments."""
-    if mode == 0:
-        g = g + wd * p
-    m = BETA1 * m + beta3 * g
-    v = BETA2 * v + (1 - BETA2) * g**2
-    c1, c2 = (1 - BETA1**step, 1 - BETA2**step) if bias_correction else (1, 1)
-    u = (m / c1) / ((v / c2).sqrt() + EPS)
-    return u + wd * p if mode == 1 else u, m, v
+def formula(kind, names, step=1, **options):
+    """A step of ``tests/formulas.py`` from gradient, param and the states of these names; param and states after it."""
+
+    def stepped(g, p, *states):
+        p, state = p.clone(), dict(zip(names, states, strict=True))
+        numbers = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, **options}
+        getattr(Formula(kind, [], numbers, t=step), kind)(p, g, state)
+        return p, *(state[name] for name in names)
+
+    return stepped
 
 
-def adam(g, p, m, v, *options):
-    u, m, v = direction(g, p, m, v, *options)
-    return p - LR * u, m, v
+def adam(step, mode, bias_correction, wd):
+    return formula("adam", "mv", step, adam_w_mode=mode == 1, bias_correction=bias_correction, weight_decay=wd)
 
 
 @OPTION("sizes", SIZES)
@@ -69,8 +70,7 @@ def test_adam(device, mode, bias_correction, dtype, sizes):
     lists = make(SIZES[sizes], [dtype, dtype, F32, F32], device)
     for step in (1, 2, 7):
         options = (step, mode, bias_correction, 0.1)
-        formula = lambda *row, options=options: adam(*row, *options)  # noqa: E731
-        assert_step("multi_tensor_adam", lists, (*ADAM, *options), formula, flag(1, device=device))
+        assert_step("multi_tensor_adam", lists, (*ADAM, *options), adam(*options), flag(1, device=device))
 
 
 def capturable(device="cpu"):
@@ -85,29 +85,17 @@ def capturable(device="cpu"):
 def test_adam_capturable(device, dtype, master, sizes):
     lists = make(SIZES[sizes], [dtype, dtype, F32, F32] + [F32] * master, device)
 
-    def formula(g, p, m, v, w=None):
-        new, m, v = adam(g * 0.25, p if w is None else w, m, v, 3, 1, 1, 0.1)
+    def stepped(g, p, m, v, w=None):
+        new, m, v = adam(3, 1, 1, 0.1)(g * 0.25, p if w is None else w, m, v)
         return g * 0.25, new, m, v, *([new] * master)
 
     name = "multi_tensor_adam_capturable" + "_master" * master
-    assert_step(name, lists, capturable(device), formula, first=0)
+    assert_step(name, lists, capturable(device), stepped, first=0)
     if master:
         assert_same([lists[1]], [[t.to(dtype) for t in lists[4]]])
 
 
 # --- SGD, Adagrad, NovoGrad -------------------------------------------------------------------------------------------
-
-
-def sgd(g, w, b, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale):
-    g = g * scale
-    if not wd_after_momentum:
-        g = g + wd * w
-    if momentum != 0:
-        b = g if first_run else momentum * b + (1 - dampening) * g
-        g = g + momentum * b if nesterov else b
-    if wd_after_momentum:
-        g = g + wd * w
-    return w - lr * g, b
 
 
 COMBINATIONS = {
@@ -128,13 +116,15 @@ def test_sgd(kinds, momentum, nesterov, first_run, wd_after_momentum):
     g, w, *copy = COMBINATIONS[kinds]
     for wd, sizes in ((0.0, SIZES["odd"]), (0.1, SIZES["empties"])):
         lists = make(sizes, [g, w, w, *copy])
-        args = (wd, momentum, 0.3, 0.05, nesterov, first_run, wd_after_momentum, 0.5)
+        args = (wd, momentum, 0.3, LR, nesterov, first_run, wd_after_momentum, 0.5)
+        options = {"lr": LR, "weight_decay": wd, "momentum": momentum, "dampening": 0.3, "nesterov": nesterov}
 
-        def formula(g, w, b, *copy, args=args):
-            w, b = sgd(g, w, b, *args)
-            return w, b, *([w] if copy else [])
+        def stepped(g, w, b, *copy, options=options):
+            w, state = w.clone(), {} if first_run else {"b": b}
+            Formula("sgd", [], {**options, "wd_after_momentum": wd_after_momentum}).sgd(w, g * 0.5, state)
+            return w, state.get("b", b), *([w] if copy else [])
 
-        assert_step("multi_tensor_sgd", lists, args, formula)
+        assert_step("multi_tensor_sgd", lists, args, stepped)
         if copy:
             assert_same([lists[3]], [[t.to(copy[0]) for t in lists[1]]])
 
@@ -143,29 +133,9 @@ def test_sgd(kinds, momentum, nesterov, first_run, wd_after_momentum):
 @each_kind
 @OPTION("mode", [0, 1], ids=["l2", "decoupled"])
 def test_adagrad(device, mode, dtype, sizes):
-    def formula(g, p, h):
-        g = g + 0.1 * p if mode == 0 else g
-        h = h + g**2
-        u = g / (h.sqrt() + 1e-3)
-        return p - 0.05 * (u + 0.1 * p if mode == 1 else u), h
-
     lists = make(SIZES[sizes], [dtype] * 3, device, positive=[2])
-    assert_step("multi_tensor_adagrad", lists, (0.05, 1e-3, mode, 0.1), formula, flag(1, device=device))
-
-
-def novograd(g, p, m, n, lr, beta1, beta2, eps, step, bias_correction, wd, grad_averaging, moment_mode, norm_type):
-    if norm_type == 2:
-        n = (beta2 * n**2 + (1 - beta2) * g.norm() ** 2).sqrt()
-    else:
-        n = beta2 * n + (1 - beta2) * (g.abs().max() if g.numel() else 0.0)
-    c1, c2 = (1 - beta1**step, (1 - beta2**step) ** 0.5) if bias_correction else (1, 1)
-    beta3 = 1 - beta1 if grad_averaging else 1
-    d = n / c2 + eps
-    if moment_mode == 0:
-        m = beta1 * m + beta3 * (g / d + wd * p)
-        return p - lr * m / c1, m, n
-    m = beta1 * m + beta3 * g
-    return p - lr * ((m / c1) / d + wd * p), m, n
+    of_adagrad = formula("adagrad", "h", adagrad_w_mode=mode == 1, weight_decay=0.1)
+    assert_step("multi_tensor_adagrad", lists, (LR, EPS, mode, 0.1), of_adagrad, flag(1, device=device))
 
 
 @OPTION("norm_type", [0, 2], ids=["inf", "l2"])
@@ -178,9 +148,10 @@ def test_novograd(dtype, bias_correction, grad_averaging, moment_mode, norm_type
     lists = make(SIZES["empties"], [dtype] * 3)
     norms = torch.rand(len(lists[0])) + 0.5
     for step in (1, 2):
-        args = (0.05, 0.9, 0.95, 1e-3, step, bias_correction, 0.1, grad_averaging, moment_mode, norm_type)
-        formula = lambda *row, args=args: novograd(*row, *args)  # noqa: E731
-        assert_step("multi_tensor_novograd", lists, (norms, *args), formula, beside=[norms])
+        args = (norms, *ADAM, step, bias_correction, 0.1, grad_averaging, moment_mode, norm_type)
+        options = {"bias_correction": bias_correction, "weight_decay": 0.1, "grad_averaging": grad_averaging}
+        options |= {"reg_inside_moment": moment_mode == 0, "norm_type": norm_type}
+        assert_step("multi_tensor_novograd", lists, args, formula("novograd", "mn", step, **options), beside=[norms])
 
 
 @OPTION("norm_type", [0, 2], ids=["inf", "l2"])
@@ -191,7 +162,7 @@ def test_novograd_raises_the_flag_and_goes_on(bad, norm_type):
     lists[0][1][3] = bad
     norms, buf, before = torch.ones(2), flag(), copies(lists)
     for _ in range(2):
-        call("multi_tensor_novograd", lists, norms, 0.05, 0.9, 0.95, 1e-3, 1, 1, 0.1, 1, 1, norm_type, buf=buf)
+        call("multi_tensor_novograd", lists, norms, *ADAM, 1, 1, 0.1, 1, 1, norm_type, buf=buf)
         assert buf.tolist() == [1]
     assert norms[0].isfinite()
     assert not norms[1].isfinite()
@@ -201,6 +172,13 @@ def test_novograd_raises_the_flag_and_goes_on(bad, norm_type):
 
 
 # --- LAMB -------------------------------------------------------------------------------------------------------------
+
+
+def direction(g, p, m, v, step, mode, bias_correction, wd, beta3=1 - BETA1):
+    """Of LAMB, with the moments."""
+    state, options = {"m": m, "v": v}, {"betas": (BETA1, BETA2), "eps": EPS, "bias_correction": bias_correction}
+    u = Formula("lamb", [], options, t=step).direction(g if mode == 1 else g + wd * p, state, beta3)
+    return u + wd * p if mode == 1 else u, state["m"], state["v"]
 
 
 def apply(p, u, of_p, of_u, wd, nvlamb):
@@ -255,9 +233,9 @@ def test_lamb(device, c, dtype, sizes, norm):
     lists = make(SIZES[sizes], [dtype] * 4, device)
     for step in (1, 2):
         lists[0] = randn(SIZES[sizes], dtype, seed=10 + step, device=device)
-        formula = partial(lamb, stored=dtype, step=step, norm=norm, **c)
+        stepped = partial(lamb, stored=dtype, step=step, norm=norm, **c)
         assert_step(
-            "multi_tensor_lamb", lists, lamb_args(c, norm, step, device), formula, flag(1, device=device), first=0
+            "multi_tensor_lamb", lists, lamb_args(c, norm, step, device), stepped, flag(1, device=device), first=0
         )
 
 
@@ -267,8 +245,8 @@ def test_lamb_of_zeros(name, given):
     lists = make([5, 7], [F32] * 4)
     if name == "nvlamb":
         lists[1][0].zero_()
-    formula = partial(lamb, stored=F32, step=1, norm=(1.0, 2.0), **CASES[name])
-    assert_step("multi_tensor_lamb", lists, lamb_args(CASES[name], given, 1), formula, first=0)
+    stepped = partial(lamb, stored=F32, step=1, norm=(1.0, 2.0), **CASES[name])
+    assert_step("multi_tensor_lamb", lists, lamb_args(CASES[name], given, 1), stepped, first=0)
 
 
 @OPTION("bad", [float("inf"), float("nan")], ids=str)
@@ -299,8 +277,8 @@ MIXES = {
 @each_case
 def test_lamb_mp(device, c, mix, norm):
     lists, buf = make(SIZES["empties"], MIXES[mix], device), flag(device=device)
-    formula = partial(lamb, stored=MIXES[mix][0], step=3, norm=norm, factor=FACTOR, **c)
-    assert_step("multi_tensor_lamb_mp", lists, lamb_mp_args(c, norm, 3, device), formula, buf, first=0)
+    stepped = partial(lamb, stored=MIXES[mix][0], step=3, norm=norm, factor=FACTOR, **c)
+    assert_step("multi_tensor_lamb_mp", lists, lamb_mp_args(c, norm, 3, device), stepped, buf, first=0)
     if len(lists) == 5:
         assert_same([lists[4]], [[t.to(MIXES[mix][4]) for t in lists[1]]])
     assert buf.item() == 0
@@ -327,13 +305,13 @@ def test_lamb_stages(device, kinds, norm):
     params, updates, buf = lists[1], lists[4], flag(1, device=device)
     decays = iter(torch.arange(len(params), dtype=F32) / 10)
 
-    def formula(g, p, m, v, _):
+    def stepped(g, p, m, v, _):
         u, m, v = direction(g / max(norm[0] / norm[1], 1.0), p, m, v, 3, 1, True, next(decays).double().to(p.device))
         return m, v, u
 
     decay = torch.arange(len(params), dtype=F32, device=device) / 10
     args = (decay, 2, BETA1, BETA2, EPS, torch.tensor([norm[0]], device=device), norm[1])
-    assert_step("multi_tensor_lamb_stage1_cuda", lists, args, formula, buf, first=2)
+    assert_step("multi_tensor_lamb_stage1_cuda", lists, args, stepped, buf, first=2)
 
     norms = [torch.stack([t.double().norm() for t in ts]).float() for ts in (params, updates)]
     norms[0][-1] = 0
@@ -385,7 +363,7 @@ def test_mixed_lists_and_memory_formats_go_by_index():
     g[3], p[3] = g[3].t().contiguous().t(), randn([(5, 4)])[0][:, ::2]
     for t, i in ((g, 0), (p, 2), (p, 4), (v, 4)):
         t[i] = t[i].to(memory_format=torch.channels_last)
-    assert_step("multi_tensor_adam", [g, p, m, v], (*ADAM, 2, 1, 1, 0.1), lambda *row: adam(*row, 2, 1, 1, 0.1))
+    assert_step("multi_tensor_adam", [g, p, m, v], (*ADAM, 2, 1, 1, 0.1), adam(2, 1, 1, 0.1))
 
 
 def test_parameters_that_require_grad_are_stepped_in_grad_mode():

@@ -1,7 +1,6 @@
 """Handles on casts op by op: ``amp.init``, and those of O1 and O4."""
 
-import subprocess
-import sys
+import types
 
 import pytest
 import torch
@@ -9,6 +8,9 @@ import torch.nn.functional as F
 from apex import amp
 from apex.amp import _amp_state
 from kit import Probe
+from processes import output
+
+import ampctx
 
 HALF, FLOAT = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2)
 
@@ -51,8 +53,6 @@ def test_init_leaves_the_rest_alone():
 
 
 def test_registered_functions_are_installed(monkeypatch):
-    import types
-
     module = types.SimpleNamespace(double=lambda x: x.dtype)
     amp.register_half_function(module, "double")
     handle = amp.init()
@@ -75,8 +75,6 @@ def test_two_handles(inner_first):
 
 
 def test_reset_switches_init_off():
-    import ampctx
-
     handle = amp.init()
     ampctx.amp.reset()
     assert (dtype_of_mm(), handle.is_active()) == (torch.float32, False)
@@ -190,4 +188,4 @@ assert (torch.sigmoid, torch.bmm) == originals
 
 def test_registered_before_initialize():
     """In a process of its own: what is registered stays."""
-    subprocess.run([sys.executable, "-c", f"import ampctx_apex; ampctx_apex.install_apex()\n{REGISTERED}"], check=True)
+    output("-c", f"import ampctx_apex; ampctx_apex.install_apex()\n{REGISTERED}")

@@ -2,16 +2,14 @@
 
 import copy
 import gc
-import pickle
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
 from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
-from kit import LOW, OPTIMIZERS, Probe, every_level
+from kit import LOW, OPTIMIZERS, Probe, each_copy, every_level
+from processes import output
 
 import ampctx
 from ampctx import AmpError, AmpTypeError
@@ -89,8 +87,7 @@ assert not hasattr(other, "_amp_stash")
 
 @pytest.mark.full
 def test_apex_imported_late_and_uninstalled():
-    result = subprocess.run([sys.executable, "-W", "error", "-c", IN_FRESH_PROCESS], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert output("-c", IN_FRESH_PROCESS) == ""
 
 
 @pytest.mark.full(but=2)
@@ -121,7 +118,7 @@ def weights_of(optimizer):
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 @pytest.mark.parametrize("name", [*BOTH, "LARC"])
 @each_kind
 def test_copies_leave_the_stamps_behind(level, name, copied):

@@ -1,14 +1,16 @@
 """The distribution ampctx-apex: programs for apex run with plain ``python``; an apex from elsewhere is never hidden."""
 
+import importlib.metadata
 import re
 import shutil
 import sys
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import apex_environment as environments
 import pytest
-from ampctx_apex.roots import ROOTS
+from ampctx_apex import install
 
 import ampctx
 from ampctx.kernels import extension
@@ -56,11 +58,6 @@ def test_the_wheel_has_its_modules_and_one_file_for_the_start_of_python(wheel):
     assert line == "import ampctx_apex.startup; ampctx_apex.startup.serve()\n"
     assert metadata["Version"] == ampctx.__version__
     assert metadata.get_all("Requires-Dist")[0] == f"ampctx=={ampctx.__version__}"
-
-
-def test_the_roots_are_the_modules_that_ampctx_provides():
-    assert {"apex", "amp_C", "apex_C"} <= set(ROOTS)
-    assert not any(name in sys.stdlib_module_names for name in ROOTS)
 
 
 @pytest.mark.full
@@ -344,3 +341,38 @@ def test_both_wheels_in_a_new_environment(wheel, tmp_path):
         assert float(re.search(r"epoch 2: test accuracy ([\d.]+)%", out)[1]) > 90
     out = environment.run("-c", "import apex, ampctx; print(apex.__file__); print(ampctx.__file__)")
     assert all(line.startswith(str(environment.site)) for line in out.splitlines())
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def test_apex_has_a_version_and_is_among_all_distributions():
+    assert importlib.metadata.version("apex") == "0.1"
+    assert importlib.metadata.metadata("apex")["Name"] == "apex"
+    names = [distribution.metadata["Name"] for distribution in importlib.metadata.distributions()]
+    assert names.count("apex") == 1
+    assert "torch" in names
+
+
+@pytest.mark.parametrize("module", ["apex", "amp_C", "apex_C", "fused_weight_gradient_mlp_cuda", "xentropy_cuda"])
+def test_its_modules_lead_to_it(module):
+    assert importlib.metadata.packages_distributions()[module] == ["apex"]
+
+
+def test_the_roots_are_the_files_of_the_modules():
+    modules = Path(install.MODULES)
+    assert set(install.ROOTS) == {"apex", *(path.stem for path in modules.glob("*.py"))}
+    assert not any(name in sys.stdlib_module_names for name in install.ROOTS)
+
+
+def test_other_distributions_are_found_as_before():
+    assert importlib.metadata.version("torch").startswith("2.")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("no-such-package-of-anybody")
+
+
+def test_the_version_goes_with_the_finder(monkeypatch):
+    finders = [f for f in sys.meta_path if not str(getattr(f, "__module__", "")).startswith("ampctx_apex.")]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    with pytest.raises(importlib.metadata.PackageNotFoundError, match="apex"):
+        importlib.metadata.version("apex")

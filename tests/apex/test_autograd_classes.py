@@ -12,19 +12,18 @@ from apex.normalization import fused_layer_norm as norms
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NORM = ["normalized_shape", "eps", "memory_efficient"]
 LAYER, RMS = ["input", "weight", "bias"], ["input", "weight"]
-# Class -> apex's arguments of forward, the shapes of its tensors, the arguments before and after them.
+# Class -> apex's arguments of forward, the shapes of its tensors, and the arguments after them.
 CLASSES = {
-    norms.FusedLayerNormFunction: (["input", *NORM], [(5, 4)], (), ((4,), 0.1)),
-    norms.FusedLayerNormAffineFunction: ([*LAYER, *NORM], [(5, 4), (4,), (4,)], (), ((4,), 0.1)),
-    norms.FusedLayerNormAffineMixedDtypesFunction: ([*LAYER, *NORM], [(5, 4), (4,), (4,)], (), ((4,), 0.1)),
-    norms.FusedRMSNormFunction: (["input", *NORM], [(5, 4)], (), ((4,), 0.1)),
-    norms.FusedRMSNormAffineFunction: ([*RMS, *NORM], [(5, 4), (4,)], (), ((4,), 0.1)),
-    norms.FusedRMSNormAffineMixedDtypesFunction: ([*RMS, *NORM], [(5, 4), (4,)], (), ((4,), 0.1)),
-    FastLayerNormFN: (["x", "gamma", "beta", "epsilon", "memory_efficient"], [(5, 4), (4,), (4,)], (), (0.1,)),
+    norms.FusedLayerNormFunction: (["input", *NORM], [(5, 4)], ((4,), 0.1)),
+    norms.FusedLayerNormAffineFunction: ([*LAYER, *NORM], [(5, 4), (4,), (4,)], ((4,), 0.1)),
+    norms.FusedLayerNormAffineMixedDtypesFunction: ([*LAYER, *NORM], [(5, 4), (4,), (4,)], ((4,), 0.1)),
+    norms.FusedRMSNormFunction: (["input", *NORM], [(5, 4)], ((4,), 0.1)),
+    norms.FusedRMSNormAffineFunction: ([*RMS, *NORM], [(5, 4), (4,)], ((4,), 0.1)),
+    norms.FusedRMSNormAffineMixedDtypesFunction: ([*RMS, *NORM], [(5, 4), (4,)], ((4,), 0.1)),
+    FastLayerNormFN: (["x", "gamma", "beta", "epsilon", "memory_efficient"], [(5, 4), (4,), (4,)], (0.1,)),
     SoftmaxCrossEntropyLoss: (
         ["logits", "labels", "smoothing", "padding_idx", "half_to_float"],
         [(5, 4)],
-        (),
         (torch.tensor([0, 3, 1, 2, 3]), 0.1, 3),
     ),
 }
@@ -38,20 +37,19 @@ def tensors(kind, dtype=F64):
 
 def of_program(kind):
     """A program's autograd class around ``kind``, of the tensors alone."""
-    _, shapes, first, last = CLASSES[kind]
+    _, shapes, last = CLASSES[kind]
 
     class Program(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *tensors):
-            return kind.forward(ctx, *first, *tensors, *last)
+            return kind.forward(ctx, *tensors, *last)
 
         @staticmethod
         def backward(ctx, grad_output):
             grads = kind.backward(ctx, grad_output)
-            assert grads[: len(first)] == (None,) * len(first)
             # One for each argument, as autograd wants them; apex's classes take a last one that has a default.
-            assert not any(grad is not None for grad in grads[len(first) + len(shapes) :])
-            return grads[len(first) : len(first) + len(shapes)]
+            assert not any(grad is not None for grad in grads[len(shapes) :])
+            return grads[: len(shapes)]
 
     return Program
 
@@ -74,39 +72,28 @@ def test_gradients(kind):
 
 
 @each_class
-def test_values_and_gradients_are_those_of_apply(kind):
-    _, _, first, last = CLASSES[kind]
-    ours, theirs = tensors(kind, F32), tensors(kind, F32)
-    out, wanted = kind.apply(*first, *ours, *last), of_program(kind).apply(*theirs)
-    assert torch.equal(out, wanted)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out.backward(upstream)
-    wanted.backward(upstream)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(b.grad, a.grad)
-
-
-@each_class
 def test_a_context_without_autograd(kind):
     """Such as that of a program's own recomputation: it has save_for_backward and saved_tensors."""
-    _, shapes, first, last = CLASSES[kind]
+    _, shapes, last = CLASSES[kind]
 
     class Context:
         def save_for_backward(self, *tensors):
             self.saved_tensors = tensors
 
     context, values = Context(), [t.detach() for t in tensors(kind, F32)]
-    out = kind.forward(context, *first, *values, *last)
+    out = kind.forward(context, *values, *last)
     grads = kind.backward(context, torch.ones_like(out))
     leaves = [t.requires_grad_() for t in values]
-    wanted = torch.autograd.grad(kind.apply(*first, *leaves, *last).sum(), leaves)
-    assert len(grads) >= len(first) + len(shapes)
-    torch.testing.assert_close(grads[len(first) : len(first) + len(shapes)], wanted)
+    expected = kind.apply(*leaves, *last)
+    assert torch.equal(out, expected)
+    wanted = torch.autograd.grad(expected.sum(), leaves)
+    assert len(grads) >= len(shapes)
+    torch.testing.assert_close(grads[: len(shapes)], wanted)
 
 
 @each_class
 def test_a_subclass_has_its_own_forward_and_backward(kind):
-    _, _, first, last = CLASSES[kind]
+    last = CLASSES[kind][2]
 
     class Doubled(kind):
         @staticmethod
@@ -115,12 +102,12 @@ def test_a_subclass_has_its_own_forward_and_backward(kind):
 
         @staticmethod
         def backward(ctx, grad_output):
-            given = len(first) + len(CLASSES[kind][1]) + len(last)
+            given = len(CLASSES[kind][1]) + len(last)
             return kind.backward(ctx, 2.0 * grad_output)[:given]
 
     values = tensors(kind)
-    assert torch.equal(Doubled.apply(*first, *values, *last), 2.0 * kind.apply(*first, *values, *last))
-    assert torch.autograd.gradcheck(lambda *t: Doubled.apply(*first, *t, *last), values)
+    assert torch.equal(Doubled.apply(*values, *last), 2.0 * kind.apply(*values, *last))
+    assert torch.autograd.gradcheck(lambda *t: Doubled.apply(*t, *last), values)
 
 
 @pytest.mark.parametrize(("dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, B16)], ids=str)
@@ -139,10 +126,10 @@ def test_gradients_have_the_type_of_their_tensors(kind, dtype, parameter_dtype):
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN])
 def test_apply_compiles_as_one_graph(kind):
-    _, _, first, last = CLASSES[kind]
+    last = CLASSES[kind][2]
     values = tensors(kind, F32)
-    compiled = torch.compile(lambda *t: kind.apply(*first, *t, *last), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(*values), kind.apply(*first, *values, *last))
+    compiled = torch.compile(lambda *t: kind.apply(*t, *last), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*values), kind.apply(*values, *last))
 
 
 # --- apex._autocast_utils ---------------------------------------------------------------------------------------------

@@ -6,14 +6,23 @@ import importlib
 import sys
 import types
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ampctx_apex.checkpoints import load_file, load_fp16_optimizer, to_amp_state, to_grad_scaler_state
+from amp_models import weights as stepped
+from ampctx_apex.checkpoints import (
+    fp16_optimizer_entry,
+    load_file,
+    load_fp16_optimizer,
+    to_amp_state,
+    to_grad_scaler_state,
+)
+from apex.fp16_utils import DynamicLossScaler
 from kit import assert_same, every_level, mlp, start, through_a_file, train
 from torch import nn
 
-from ampctx import AmpError, AmpKeyError, AmpValueError, GradScaler, amp
+from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError, GradScaler, amp
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 FUSED = {
@@ -43,10 +52,6 @@ def resume(content, model, optimizer):
     amp.load_state_dict(content["amp"])
     for p, saved in zip(amp.master_params(optimizer), content.get("master params", ())):  # noqa: B905 - may have none
         p.data.copy_(saved.data)
-
-
-def masters_of(optimizer):
-    return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
 # --- a checkpoint made by apex ----------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def save(content, scaler, path, monkeypatch):
 
 
 def masters_by_group(model, optimizer, only_fp16):
-    ours = masters_of(optimizer)
+    ours = stepped(optimizer)
     return [[m for p, m in zip(model.parameters(), ours, strict=True) if p.dtype == torch.float16 or not only_fp16]]
 
 
@@ -209,7 +214,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     }
     path = tmp_path / "checkpoint.pt"
     save(content, saved_scaler, path, monkeypatch)
-    expected = masters_of(optimizer)
+    expected = stepped(optimizer)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     amp.reset()
 
@@ -218,7 +223,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     assert loaded["args"].lr == 0.1
     model.load_state_dict(loaded["model"])
     load_fp16_optimizer(optimizer, loaded["optimizer"])
-    assert_same(masters_of(optimizer), expected)
+    assert_same(stepped(optimizer), expected)
     assert_same(optimizer.state_dict()["state"], state)
     assert amp.state_dict() == SCALES
 
@@ -259,44 +264,31 @@ def test_contribs_fp16_optimizer_resumes(flat):
     loaded = through_a_file(content)
     model.load_state_dict(loaded["model"])
     load_fp16_optimizer(optimizer, loaded["optimizer"])
-    assert_same(masters_of(optimizer), masters[0])
+    assert_same(stepped(optimizer), masters[0])
     assert_same(optimizer.state_dict()["state"], expected)
     assert amp.state_dict() == SCALES
 
 
-def test_without_masters_there_is_no_place_for_them():
-    model, optimizer = start(amp, "O1")
-    before = everything(model, optimizer)
-    with pytest.raises(AmpValueError, match="the optimizer has no masters. Resume at opt_level='O2'"):
-        load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": [[]]})
-    with pytest.raises(AmpKeyError, match=r"this is no state of an FP16_Optimizer: it has \['param_groups', 'state'\]"):
-        load_fp16_optimizer(optimizer, optimizer.state_dict())
+FLAT = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
+BAD = {
+    "no masters here": ("O1", {"fp32_from_fp16": [[]]}, "the optimizer has no masters. Resume at opt_level='O2'"),
+    "no state of it": ("O1", None, r"this is no state of an FP16_Optimizer: it has \['param_groups', 'state'\]"),
+    "groups": ("O2", {"fp32_from_fp16": []}, "has 0 groups, the optimizer has 1"),
+    "shapes": ("O2", {"fp32_from_fp16": [[torch.ones(2)]]}, r"\[0\] has masters of shapes \[\(2,\)\]"),
+    "flat state": ("O2", {"optimizer_state_dict": FLAT, "fp32_groups_flat": [torch.zeros(74)]},
+        "the state 'exp_avg' of group 0 is flat with 5 elements, .* have 74"),
+    "flat masters": ("O2", {"optimizer_state_dict": {**FLAT, "state": {}}, "fp32_groups_flat": [torch.zeros(5)]},
+        r"\['fp32_groups_flat'\]\[0\] is flat with 5 elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("level", "content", "message"), BAD.values(), ids=BAD)
+def test_a_state_of_fp16_optimizer_that_does_not_fit_changes_nothing(level, content, message):
+    model, optimizer = start(amp, level)
+    before, state = everything(model, optimizer), optimizer.state_dict()
+    with pytest.raises(AmpKeyError if content is None else AmpValueError, match=message):
+        load_fp16_optimizer(optimizer, state if content is None else {"optimizer_state_dict": state, **content})
     assert_same(everything(model, optimizer), before)
-
-
-@pytest.mark.parametrize(
-    ("masters", "message"),
-    [([], "has 0 groups, the optimizer has 1"), ([[torch.ones(2)]], r"\[0\] has masters of shapes \[\(2,\)\]")],
-    ids=["groups", "shapes"],
-)
-def test_masters_of_fp16_optimizer_need_their_places(masters, message):
-    model, optimizer = start(amp, "O2")
-    before = everything(model, optimizer)
-    with pytest.raises(AmpValueError, match=message):
-        load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": masters})
-    assert_same(everything(model, optimizer), before)
-
-
-def test_a_flat_state_of_another_size_is_an_error():
-    _, optimizer = start(amp, "O2")
-    flat = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
-    content = {"optimizer_state_dict": flat, "fp32_groups_flat": [torch.zeros(74)]}
-    with pytest.raises(AmpValueError, match="the state 'exp_avg' of group 0 is flat with 5 elements, .* have 74"):
-        load_fp16_optimizer(optimizer, content)
-    content["optimizer_state_dict"]["state"] = {}
-    content["fp32_groups_flat"] = [torch.zeros(5)]
-    with pytest.raises(AmpValueError, match=r"\['fp32_groups_flat'\]\[0\] is flat with 5 elements"):
-        load_fp16_optimizer(optimizer, content)
 
 
 # --- loss scales, files -----------------------------------------------------------------------------------------------
@@ -318,3 +310,79 @@ def test_a_file_with_other_classes_says_what_to_do(tmp_path):
     torch.save({"model": mlp().state_dict(), "config": Custom()}, tmp_path / "checkpoint.pt")
     with pytest.raises(AmpError, match=r"checkpoint.pt holds .*Custom.*If you trust the file, call torch.load\(path"):
         load_file(str(tmp_path / "checkpoint.pt"))
+
+
+# --- the scales in what FP16_Optimizer of each time saved, and in a GradScaler ----------------------------------------
+
+
+TORCH = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 17}
+APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}}
+TWO = {**APEX, "loss_scaler1": {"loss_scale": 4.0, "unskipped": 3}}
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
+@pytest.mark.parametrize(
+    ("flags", "clean"), [("", 0), ("00", 2), ("000", 0), ("0000", 1), ("1", 0), ("0100", 2), ("01000000", 0)]
+)
+def test_the_counter_of_dynamic_scalers_of_2018(flags, clean, as_object):
+    """Steps since the latest overflow or growth, of a window of 3."""
+    scaler = DynamicLossScaler(2.0**16, scale_window=3)
+    for flag in flags:
+        scaler.update_scale(flag == "1")
+    values = {name: getattr(scaler, name) for name in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")}
+    state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
+    assert fp16_optimizer_entry(state) == {"loss_scale": scaler.cur_scale, "unskipped": clean}
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
+        ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
+        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
+    ],
+    ids=["amps-scaler", "static-object", "static-numbers"],
+)
+def test_the_other_scalers_of_fp16_optimizer(state, entry):
+    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
+
+
+def test_a_state_without_a_scale_has_no_entry():
+    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
+
+
+def test_a_dynamic_scaler_without_its_counts_is_an_error():
+    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
+        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})
+
+
+# --- between apex's format and a GradScaler's -------------------------------------------------------------------------
+
+
+def test_scales_are_converted(session):
+    session.initialize(mlp(), opt_level="O2", num_losses=2, verbosity=0)
+    session.load_state_dict(to_amp_state(TORCH, num_losses=2))
+    assert session.state_dict() == {f"loss_scaler{i}": APEX["loss_scaler0"] for i in range(2)}
+    assert to_grad_scaler_state(session.state_dict(), loss_id=1) == TORCH
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
+    assert scaler.state_dict().items() >= {**TORCH, "scale": 4.0, "_growth_tracker": 3}.items()
+
+
+@pytest.mark.parametrize(
+    ("convert", "kind", "message"),
+    [
+        (lambda: to_grad_scaler_state(TWO), AmpValueError, r"2 loss scales \(loss_scaler0, loss_scaler1\)"),
+        (lambda: to_grad_scaler_state(TWO, 2), AmpKeyError, 'no "loss_scaler2", only: loss_scaler0, loss_scaler1'),
+        (lambda: to_grad_scaler_state(TWO, True), AmpTypeError, "loss_id must be an int"),
+        (lambda: to_grad_scaler_state({}), AmpKeyError, 'no "loss_scaler0", only: none'),
+        (lambda: to_grad_scaler_state(TORCH), AmpKeyError, 'Unexpected key.*"scale"'),
+        (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
+        (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
+        (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
+    ],
+    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+)
+def test_what_cannot_be_converted(convert, kind, message):
+    with pytest.raises(kind, match=message):
+        convert()

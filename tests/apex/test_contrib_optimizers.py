@@ -1,14 +1,16 @@
-"""apex.contrib.optimizers, and the names in apex.optimizers besides the classes of ampctx.optimizers."""
+"""apex.contrib.optimizers, the names in apex.optimizers besides the classes of ampctx, and fused_adam_cuda."""
 
-import math
+from functools import partial
 
+import fused_adam_cuda
 import pytest
 import torch
 from apex.contrib.optimizers import FusedAdam, FusedSGD
+from apex.multi_tensor_apply import multi_tensor_applier
+from kit import assert_same
 from torch import nn
 
-import ampctx
-from ampctx import optimizers
+from ampctx import AmpError, AmpNotImplementedError, AmpTypeError, AmpValueError, optimizers
 
 SHAPES = [(3, 4), (5,)]
 
@@ -27,10 +29,6 @@ def values(params):
     return [p.detach().clone() for p in params]
 
 
-def assert_same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def stepped(optimizer, params, steps=3, factor=1.0):
     """The parameters after ordinary steps on fp32 gradients."""
     for step in range(steps):
@@ -41,17 +39,12 @@ def stepped(optimizer, params, steps=3, factor=1.0):
 
 
 OLD = {
-    "adam": (
-        # Where the old formula is that of today.
-        lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, bias_correction=False),
-        lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1, bias_correction=False),
-    ),
-    "sgd": (
-        lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-        lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    ),
+    # Where the old formula is that of today.
+    "adam": (FusedAdam, optimizers.FusedAdam, {"lr": 0.1, "weight_decay": 0.1, "bias_correction": False}),
+    "sgd": (FusedSGD, optimizers.FusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
 }
-both = pytest.mark.parametrize(("old", "new"), OLD.values(), ids=OLD)
+PAIRS = [(partial(old, **options), partial(new, **options)) for old, new, options in OLD.values()]
+both = pytest.mark.parametrize(("old", "new"), PAIRS, ids=OLD)
 
 
 # --- the old arguments of step ----------------------------------------------------------------------------------------
@@ -151,27 +144,6 @@ def test_adam_scales_down_to_max_grad_norm_group_by_group(given, most):
     assert [group["max_grad_norm"] for group in optimizer.param_groups] == [most, most]
 
 
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_adam_corrects_eps_and_decay_as_of_old(bias_correction, lr):
-    options = {"betas": (0.8, 0.95), "eps": 0.5, "weight_decay": 0.3}
-    params = params_of()
-    optimizer = FusedAdam(params, lr=lr, bias_correction=bias_correction, **options)
-    exact = [p.detach().double() for p in params]
-    m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
-    for t in range(1, 6):
-        size = 0.1 * math.sqrt(1 - 0.95**t) / (1 - 0.8**t) if bias_correction else 0.1
-        for i, g in enumerate(grads_of(t)):
-            params[i].grad = g.float()
-            m[i] = 0.8 * m[i] + 0.2 * g.double()
-            v[i] = 0.95 * v[i] + 0.05 * g.double() ** 2
-            exact[i] = exact[i] - size * (m[i] / (v[i].sqrt() + 0.5) + 0.3 * exact[i])
-        optimizer.step()
-    torch.testing.assert_close([p.detach() for p in params], [p.float() for p in exact])
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert optimizer.state[params[0]]["step"] == 5
-
-
 def test_max_grad_norm_of_a_group_counts():
     params = params_of()
     optimizer = FusedAdam([{"params": params[:1], "max_grad_norm": 0.5}, {"params": params[1:]}])
@@ -198,12 +170,12 @@ def test_sgd_resets_what_a_scale_left_for_one_step():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"grads": 3}, ampctx.AmpTypeError, "grads must be a list of tensors, or of lists of tensors, got int"),
-        ({"grads": [1, 2]}, ampctx.AmpTypeError, "grads must hold tensors or None, got int"),
-        ({"grads": grads_of(0)[:1]}, ampctx.AmpValueError, r"grads has \[1\] tensors by group, .* has \[2\]"),
-        ({"output_params": [[]]}, ampctx.AmpValueError, r"output_params has \[0\] tensors by group"),
-        ({"scale": 0.0}, ampctx.AmpValueError, "scale is 0.0"),
-        ({"grad_norms": []}, ampctx.AmpValueError, "grad_norms has 0 norms, the optimizer has 1 groups"),
+        ({"grads": 3}, AmpTypeError, "grads must be a list of tensors, or of lists of tensors, got int"),
+        ({"grads": [1, 2]}, AmpTypeError, "grads must hold tensors or None, got int"),
+        ({"grads": grads_of(0)[:1]}, AmpValueError, r"grads has \[1\] tensors by group, .* has \[2\]"),
+        ({"output_params": [[]]}, AmpValueError, r"output_params has \[0\] tensors by group"),
+        ({"scale": 0.0}, AmpValueError, "scale is 0.0"),
+        ({"grad_norms": []}, AmpValueError, "grad_norms has 0 norms, the optimizer has 1 groups"),
     ],
     ids=["no-list", "no-tensors", "too-few", "no-outputs", "scale", "norms"],
 )
@@ -216,18 +188,148 @@ def test_bad_arguments_of_step_are_refused_by_name(old, new, arguments, error, m
     assert_same(values(params), before)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not supported by ampctx: leave it out"),
-        (
-            {"amp_scale_adjustment": 2.0},
-            "amp_scale_adjustment=.* is not supported by ampctx: pass the product as scale",
-        ),
-        ({"max_grad_norm": -1.0}, "max_grad_norm"),
-    ],
-    ids=["eps", "adjustment", "norm"],
-)
+NOT_SERVED = {
+    "eps": ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not supported by ampctx: leave it out"),
+    "adjustment": (
+        {"amp_scale_adjustment": 2.0},
+        "amp_scale_adjustment=.* is not supported by ampctx: pass the product",
+    ),
+    "norm": ({"max_grad_norm": -1.0}, "max_grad_norm"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_SERVED.values(), ids=NOT_SERVED)
 def test_what_adam_does_not_serve_is_refused_by_name(options, message):
-    with pytest.raises(ampctx.AmpError, match=message):
+    with pytest.raises(AmpError, match=message):
         FusedAdam(params_of(), **options)
+
+
+# --- fused_adam_cuda against its formula in fp64 ----------------------------------------------------------------------
+
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+NUMBERS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "grad_scale": 128.0, "step": 3, "mode": 1}
+
+
+def case(dtype, grad_dtype, shape=(5, 3), seed=0):
+    """The parameter, its moments and its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    p, m, g = (torch.randn(shape, generator=generator) for _ in range(3))
+    v = torch.rand(shape, generator=generator)
+    return [p.to(dtype), m.to(dtype), v.to(dtype), (128.0 * g).to(grad_dtype)]
+
+
+def exact(p, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction=1, decay=0.0):
+    p, m, v, g = (t.double() for t in (p, m, v, g))
+    g = g / grad_scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    rate = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
+    return p - rate * (m / (v.sqrt() + eps) + decay * p), m, v
+
+
+def assert_near(got, wanted):
+    bound = 4.0 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("more", [{}, {"bias_correction": 0}, {"decay": 0.1}, {"bias_correction": 1, "decay": 0.1}])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(F64, F64), (F32, F32), (F32, F16), (F32, B16)], ids=str)
+def test_adam(dtype, grad_dtype, more):
+    p, m, v, g = case(dtype, grad_dtype)
+    wanted, before = exact(p, m, v, g, **NUMBERS, **more), g.clone()
+    copy = torch.full_like(p, torch.nan, dtype=grad_dtype)
+    assert fused_adam_cuda.adam(p, copy, m, v, g, **NUMBERS, **more) is None
+    for got, value in zip((p, m, v), wanted, strict=True):
+        assert_near(got, value)
+    assert torch.equal(copy, p.to(grad_dtype))
+    assert torch.equal(g, before)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0), (4, 5, 6)], ids=str)
+def test_shapes_and_no_copy(shape):
+    p, m, v, g = case(F32, F16, shape)
+    wanted = exact(p, m, v, g, **NUMBERS)
+    fused_adam_cuda.adam(p, torch.tensor([]), m, v, g, **NUMBERS)
+    for got, value in zip((p, m, v), wanted, strict=True):
+        assert_near(got, value)
+
+
+def test_strides_and_leaves():
+    p, m, v, g = case(F32, F32)
+    wanted = exact(p, m, v, g, **NUMBERS)
+    parameter = nn.Parameter(p.t().contiguous().t())
+    moments = [torch.stack([t, t], dim=-1)[..., 0] for t in (m, v)]
+    fused_adam_cuda.adam(parameter, torch.tensor([]), *moments, g, **NUMBERS)
+    for got, value in zip((parameter.detach(), *moments), wanted, strict=True):
+        assert_near(got, value)
+    assert parameter.grad_fn is None
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_several_at_once(copies):
+    cases = [case(F32, F16, shape, seed) for seed, shape in enumerate([(3,), (0,), (2, 5)])]
+    wanted = [exact(*tensors, **NUMBERS, decay=0.1) for tensors in cases]
+    lists = [list(tensors) for tensors in zip(*cases, strict=True)]
+    outputs = [torch.full_like(g, torch.nan) for g in lists[3]]
+    flag = torch.ones(1, dtype=torch.int32)  # has no part in it
+    multi_tensor_applier(
+        fused_adam_cuda.adam_mt, flag, [*lists, outputs] if copies else lists, *NUMBERS.values(), 1, 0.1
+    )
+    for tensors, values in zip(cases, wanted, strict=True):
+        for got, value in zip(tensors, values, strict=False):
+            assert_near(got, value)
+    if copies:
+        assert all(torch.equal(out, p.half()) for out, p in zip(outputs, lists[0], strict=True))
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("bias_correction", [1, 0], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_programs_optimizer_is_apexs(lr, bias_correction):
+    """The loop of FusedAdam, as many programs have copied it, against ampctx's class."""
+    theirs, _, _, _ = case(F32, F32)
+    reference = nn.Parameter(theirs.clone())
+    options = {"bias_correction": bool(bias_correction), "betas": (0.8, 0.95), "eps": 0.5, "weight_decay": 0.3}
+    optimizer = FusedAdam([reference], lr=lr, **options)
+    m, v, copy = torch.zeros_like(theirs), torch.zeros_like(theirs), torch.empty_like(theirs, dtype=F16)
+    for step in range(1, 6):
+        grad = case(F32, F16, seed=step)[3]
+        fused_adam_cuda.adam(theirs, copy, m, v, grad, 0.1, 0.8, 0.95, 0.5, 128.0, step, 1, bias_correction, 0.3)
+        optimizer.step(grads=[grad], scale=128.0)
+    torch.testing.assert_close(theirs, reference.detach())
+    assert torch.equal(copy, theirs.half())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert optimizer.state[reference]["step"] == 5
+
+
+P, M, V, G = case(F32, F32)
+ARGUMENTS = {"p": P, "p_copy": torch.empty_like(P), "m": M, "v": V, "g": G, **NUMBERS}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"p": None}, AmpTypeError, "p must be a tensor, got NoneType"),
+        ({"p_copy": None}, AmpTypeError, r"p_copy\[0\] must be a tensor, got NoneType"),
+        ({"p_copy": torch.ones(3)}, AmpValueError, r"p_copy\[0\] has 3 elements, p\[0\] has 15"),
+        ({"m": torch.ones(2)}, AmpValueError, r"m\[0\] has 2 elements, p\[0\] has 15"),
+        ({"v": V.int()}, AmpTypeError, r"v\[0\] has dtype torch.int32, expected float32"),
+        ({"g": G.to_sparse()}, AmpTypeError, r"g\[0\] is not a strided tensor"),
+        ({"g": G.to("meta")}, AmpValueError, r"g\[0\] is on meta, and "),
+        ({"lr": "fast"}, AmpTypeError, "lr must be a number or a tensor, got str"),
+        ({"beta1": torch.ones(2)}, AmpValueError, "beta1 has 2 elements, expected 1"),
+        ({"mode": 2}, AmpValueError, "mode is 2, expected 0 or 1"),
+        (
+            {"mode": 0},
+            AmpNotImplementedError,
+            r"mode 0 \(eps_inside_sqrt=True\) is not supported by ampctx: pass mode",
+        ),
+        ({"grad_scale": 0.0}, AmpValueError, "grad_scale is 0, expected a number > 0"),
+        ({"step": 0}, AmpValueError, "step is 0.0, expected the number of this step, from 1"),
+    ],
+)
+def test_errors_name_the_argument_and_change_nothing(wrong, error, message):
+    before = [t.clone() for t in (P, M, V)]
+    with pytest.raises(error, match=f"^adam: {message}"):
+        fused_adam_cuda.adam(**{**ARGUMENTS, **wrong})
+    assert all(torch.equal(a, b) for a, b in zip((P, M, V), before, strict=True))

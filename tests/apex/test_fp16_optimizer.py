@@ -1,17 +1,18 @@
 """FP16_Optimizer of apex.fp16_utils and of apex.contrib.optimizers: one implementation, two faces."""
 
 import copy
-import io
 import logging
 import math
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
 from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from apex.fp16_utils import FP16_Optimizer
+from kit import assert_same, through_a_file
 from torch import nn
 
 import ampctx
@@ -30,6 +31,16 @@ def make_model(dtype=torch.float16):
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def made(face, make, **arguments):
+    """A model and its wrapped optimizer."""
+    model = make_model()
+    return model, face(make(model.parameters()), **arguments)
+
+
+of_fp16_utils = partial(made, FP16_Optimizer, sgd)
+of_contrib = partial(made, contrib.FP16_Optimizer, contrib.FusedAdam)
 
 
 def loss_of(model, seed=0, factor=1.0):
@@ -51,10 +62,6 @@ def tensors_of(value):
 
 def grads_of(optimizer):
     return [p.grad for group in optimizer.param_groups for p in group["params"]]
-
-
-def assert_same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # --- masters ----------------------------------------------------------------------------------------------------------
@@ -114,8 +121,7 @@ def test_training_is_that_of_the_masters_by_hand(face, arguments, make):
 
 
 def test_losses_add_up_when_the_masters_wait():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=8.0)
     loss = loss_of(model)
     optimizer.backward(loss, update_master_grads=False, retain_graph=True)
     assert optimizer.all_fp32_from_fp16_params[0].grad is None
@@ -129,8 +135,7 @@ def test_losses_add_up_when_the_masters_wait():
 
 
 def test_a_parameter_without_gradient_is_not_stepped():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.backward(loss_of(model))
     # The model's own, which does not reach the masters.
     model.zero_grad()
@@ -142,8 +147,7 @@ def test_a_parameter_without_gradient_is_not_stepped():
 
 
 def test_without_any_gradient_nothing_happens():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    model, optimizer = of_fp16_utils(**DYNAMIC)
     before = tensors_of(model.parameters())
     optimizer.update_master_grads()
     optimizer.step()
@@ -175,8 +179,7 @@ def test_what_begins_to_train_later_gets_a_master():
 
 
 def test_masters_follow_weights_that_change_before_the_first_gradients():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     with torch.no_grad():
         model[0].weight.fill_(0.25)
     optimizer.backward(loss_of(model))
@@ -187,7 +190,7 @@ def test_masters_follow_weights_that_change_before_the_first_gradients():
 
 
 def test_the_scale_is_read_and_assigned():
-    optimizer = FP16_Optimizer(sgd(make_model().parameters()), static_loss_scale=128)
+    optimizer = of_fp16_utils(static_loss_scale=128)[1]
     assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (128.0, False)
     assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scaler._loss_scale == 128.0
     optimizer.loss_scale = 4
@@ -197,10 +200,9 @@ def test_the_scale_is_read_and_assigned():
 
 
 def test_a_dynamic_scale_starts_where_its_arguments_say():
-    assert FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC).loss_scale == 2.0**16
+    assert of_fp16_utils(**DYNAMIC)[1].loss_scale == 2.0**16
     arguments = {"init_scale": 8.0, "scale_window": 2, "max_loss_scale": 16.0}
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    model, optimizer = of_fp16_utils(dynamic_loss_scale=True, dynamic_loss_args=arguments)
     scales = []
     for _ in range(5):
         run(model, optimizer, 1)
@@ -209,17 +211,26 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
-def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+@pytest.mark.parametrize(
+    ("face", "arguments", "after"),
+    [
+        (FP16_Optimizer, DYNAMIC, 2.0**15),
+        (contrib.FP16_Optimizer, DYNAMIC, 2.0**15),
+        (contrib.FP16_Optimizer, {"static_loss_scale": 8.0}, 8.0),
+    ],
+    ids=["fp16_utils", "contrib", "contrib-static"],
+)
+def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, after, bad, caplog):
+    model, optimizer = made(face, sgd, **arguments)
     before = tensors_of(model.parameters())
     optimizer.backward(loss_of(model, factor=bad))
-    assert optimizer.overflow is True
-    assert optimizer.clip_master_grads(1.0) == -1
+    if face is FP16_Optimizer:
+        assert optimizer.overflow is True
+        assert optimizer.clip_master_grads(1.0) == -1
     with caplog.at_level(logging.WARNING, logger="ampctx"):
         assert optimizer.step() is None
-    assert caplog.messages[0] == "Gradient overflow.  Skipping step, reducing loss scale to 32768.0"
-    assert optimizer.loss_scale == 2.0**15
+    assert caplog.messages[0] == f"Gradient overflow.  Skipping step, reducing loss scale to {after}"
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, after)
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
     run(model, optimizer, 1)
@@ -228,8 +239,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
 
 
 def test_a_static_scale_does_not_look():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=2.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=2.0)
     optimizer.backward(loss_of(model, factor=math.nan))
     optimizer.step()
     assert optimizer.overflow is False
@@ -316,8 +326,7 @@ def test_a_closure_that_overflows_at_every_scale_is_an_error():
 
 @pytest.mark.parametrize("name", ["set_grads_to_None", "set_to_none"])
 def test_zero_grad(name):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.backward(loss_of(model))
     everything = [*model.parameters(), *optimizer.all_fp32_from_fp16_params]
     optimizer.zero_grad()
@@ -328,8 +337,7 @@ def test_zero_grad(name):
 
 @pytest.mark.parametrize("norm_type", [2, math.inf], ids=["l2", "inf"])
 def test_clip_master_grads(norm_type):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=16.0)
+    model, optimizer = of_fp16_utils(static_loss_scale=16.0)
     optimizer.backward(loss_of(model))
     grads = torch.cat([g.flatten() for g in grads_of(optimizer)])
     norm = optimizer.clip_master_grads(0.01, norm_type=norm_type)
@@ -339,8 +347,7 @@ def test_clip_master_grads(norm_type):
 
 
 def test_masters_that_are_changed_by_hand_go_to_the_model():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     with torch.no_grad():
         optimizer.all_fp32_from_fp16_params[0].fill_(1 / 3)
     optimizer._master_params_to_model_params()
@@ -361,19 +368,10 @@ def test_state_and_param_groups_are_those_of_the_optimizer():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    # With the defaults, as code of apex's time calls it.
-    return torch.load(file)
-
-
 @pytest.mark.parametrize("arguments", [{"static_loss_scale": 8.0}, DYNAMIC], ids=["static", "dynamic"])
 @each_face
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments):
-    model = make_model()
-    optimizer = face(sgd(model.parameters()), **arguments)
+    model, optimizer = made(face, sgd, **arguments)
     run(model, optimizer)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     resumed = make_model()
@@ -390,17 +388,14 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments)
 
 
 def test_the_state_dict_has_apex_keys():
-    optimizer = FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC)
+    optimizer = of_fp16_utils(**DYNAMIC)[1]
     state = optimizer.state_dict()
     assert set(state) == {
         *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict"),
         "fp32_from_fp16",
     }
-    assert (state["dynamic_loss_scale"], state["overflow"], state["first_closure_call_this_step"]) == (
-        True,
-        False,
-        True,
-    )
+    flags = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")
+    assert [state[name] for name in flags] == [True, False, True]
     assert state["loss_scaler"].loss_scale() == 2.0**16
     assert type(state["loss_scaler"]).__module__ == "apex.amp.scaler"
     assert [[type(m) for m in group] for group in state["fp32_from_fp16"]] == [[torch.Tensor] * 4]
@@ -423,8 +418,7 @@ def saved_scaler(**attributes):
     ids=["apex.amp", "fp16_utils", "dict"],
 )
 def test_loss_scalers_of_all_ages_load(scaler):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler, "dynamic_loss_scale": True})
     assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (64.0, True)
     scales = []
@@ -436,8 +430,7 @@ def test_loss_scalers_of_all_ages_load(scaler):
 
 
 def test_masters_win_over_the_model_that_was_there():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    model, optimizer = of_fp16_utils()
     state = copy.deepcopy(optimizer.state_dict())
     state["fp32_from_fp16"][0][0].fill_(0.125)
     optimizer.load_state_dict(state)
@@ -446,57 +439,62 @@ def test_masters_win_over_the_model_that_was_there():
     assert torch.equal(model[0].weight, torch.full((4, 3), 0.125).half())
 
 
+BAD = {
+    "no-scaler": (lambda s: s.pop("loss_scaler"), 'has no "loss_scaler"'),
+    "no-masters": (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
+    "empty-scaler": (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
+    "zero-scale": (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
+    "few-masters": (
+        lambda s: s["fp32_from_fp16"][0].pop(),
+        r"\[0\] has masters of shapes \[\(4, 3\), \(4,\), \(2, 4\)\]",
+    ),
+    "shapes": (lambda s: s["fp32_from_fp16"][0].reverse(), r"\[0\] has masters of shapes \[\(2,\),"),
+    "optimizer": (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
+}
+BAD_OF_CONTRIB = {
+    "no-scale": (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
+    "no-window": (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
+    "zero": (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
+    "masters": (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
+    "flat": (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"groups_flat'\]\[0\] is flat with 3 elements"),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("loss_scaler"), 'has no "loss_scaler"'),
-        (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
-        (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
-        (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
-        (lambda s: s["fp32_from_fp16"][0].pop(), r"\[0\] has masters of shapes \[\(4, 3\), \(4,\), \(2, 4\)\]"),
-        (
-            lambda s: s["fp32_from_fp16"][0].insert(0, s["fp32_from_fp16"][0].pop()),
-            r"\[0\] has masters of shapes \[\(2,\),",
-        ),
-        (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
-    ],
-    ids=["no-scaler", "no-masters", "empty-scaler", "zero-scale", "few-masters", "shapes", "optimizer"],
+    ("make", "change", "message"),
+    [*((of_fp16_utils, *bad) for bad in BAD.values()), *((of_contrib, *bad) for bad in BAD_OF_CONTRIB.values())],
+    ids=[*BAD, *BAD_OF_CONTRIB],
 )
-def test_a_bad_checkpoint_changes_nothing(change, message):
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+def test_a_bad_checkpoint_changes_nothing(make, change, message):
+    model, optimizer = make(**DYNAMIC)
     run(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
-    for master in state["fp32_from_fp16"][0]:
+    for master in state["fp32_from_fp16" if make is of_fp16_utils else "fp32_groups"][0]:
         master.fill_(9.0)
+    if make is of_contrib:
+        state["cur_scale"] = 2.0
     change(state)
     before = tensors_of(optimizer.all_fp32_from_fp16_params)
     with pytest.raises((ampctx.AmpError, ValueError), match=message):
         optimizer.load_state_dict(state)
-    assert optimizer.loss_scale == 8.0
+    assert optimizer.loss_scale == 2.0**16
     assert_same(tensors_of(optimizer.all_fp32_from_fp16_params), before)
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def made():
-    return FP16_Optimizer(sgd(make_model().parameters()))
-
-
+CANNOT = "cannot be pickled or copied: save its state_dict"
+NO_OPTIMIZER = "must be an optimizer to wrap, got"
 REFUSED = {
-    "pickle": (lambda: pickle.dumps(made()), RuntimeError, "cannot be pickled or copied: save its state_dict"),
-    "deepcopy": (lambda: copy.deepcopy(made()), RuntimeError, "cannot be pickled or copied: save its state_dict"),
+    "pickle": (lambda: pickle.dumps(of_fp16_utils()[1]), RuntimeError, CANNOT),
+    "deepcopy": (lambda: copy.deepcopy(of_fp16_utils()[1]), RuntimeError, CANNOT),
     "unpickle": (lambda: FP16_Optimizer.__new__(FP16_Optimizer).__setstate__({}), RuntimeError, "cannot be unpickled"),
-    "module": (lambda: FP16_Optimizer(nn.Linear(1, 1)), TypeError, "must be an optimizer to wrap, got Linear"),
-    "itself": (lambda: FP16_Optimizer(made()), TypeError, "must be an optimizer to wrap, got FP16_Optimizer"),
-    "loss": (lambda: made().backward(1.0), TypeError, "loss must be a tensor, got float"),
-    "state": (lambda: made().load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
-    "closure": (
-        lambda: of_contrib(make_model()).step(lambda: None),
-        NotImplementedError,
-        "takes no closure: use apex.fp16_utils.FP16_Optimizer",
-    ),
+    "module": (lambda: FP16_Optimizer(nn.Linear(1, 1)), TypeError, f"{NO_OPTIMIZER} Linear"),
+    "itself": (lambda: FP16_Optimizer(of_fp16_utils()[1]), TypeError, f"{NO_OPTIMIZER} FP16_Optimizer"),
+    "loss": (lambda: of_fp16_utils()[1].backward(1.0), TypeError, "loss must be a tensor, got float"),
+    "state": (lambda: of_fp16_utils()[1].load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
+    "closure": (lambda: of_contrib()[1].step(lambda: None), NotImplementedError, "takes no closure: use apex.fp16_uti"),
 }
 
 
@@ -537,15 +535,11 @@ def test_verbose_logs_what_is_taken(caplog):
     with caplog.at_level(logging.INFO, logger="ampctx"):
         FP16_Optimizer(sgd(make_model().parameters()), verbose=False)
         assert caplog.messages == []
-        FP16_Optimizer(sgd(make_model().parameters()))
+        of_fp16_utils()[1]
     assert caplog.messages == ["FP16_Optimizer: 4 parameters have fp32 masters"]
 
 
 # --- that of apex.contrib.optimizers ----------------------------------------------------------------------------------
-
-
-def of_contrib(model, **arguments):
-    return contrib.FP16_Optimizer(contrib.FusedAdam(model.parameters()), **arguments)
 
 
 def test_its_groups_hold_every_parameter():
@@ -574,27 +568,8 @@ def test_its_backward_leaves_scaled_gradients_which_step_consumes():
     assert torch.equal(model[0].bias.grad, torch.zeros(4).half())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "after"), [(DYNAMIC, 2.0**15), ({"static_loss_scale": 8.0}, 8.0)], ids=["dynamic", "static"]
-)
-@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
-def test_its_overflow_skips_the_step(arguments, after, bad, caplog):
-    model = make_model()
-    optimizer = of_contrib(model, **arguments)
-    before = tensors_of(model.parameters())
-    optimizer.backward(loss_of(model, factor=bad))
-    assert optimizer.step() is None
-    assert (optimizer.overflow, optimizer.cur_iter) == (True, 1)
-    assert optimizer.cur_scale == optimizer.loss_scale == after
-    assert f"Gradient overflow.  Skipping step, reducing loss scale to {after}" in caplog.messages
-    assert_same(tensors_of(model.parameters()), before)
-    run(model, optimizer, steps=1)
-    assert not torch.equal(model[0].weight, before[0])
-
-
 def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
-    model = make_model()
-    optimizer = of_contrib(model, **DYNAMIC, dynamic_loss_args={"init_scale": 4.0, "scale_window": 2})
+    model, optimizer = of_contrib(**DYNAMIC, dynamic_loss_args={"init_scale": 4.0, "scale_window": 2})
     scales = []
     for step in range(4):
         run(model, optimizer, steps=1)
@@ -602,7 +577,7 @@ def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
         assert optimizer.cur_iter == step + 1
     assert scales == [4.0, 8.0, 8.0, 16.0]
     assert (optimizer.last_overflow_iter, optimizer.scale_factor, optimizer.scale_window) == (-1, 2.0, 2)
-    default = of_contrib(make_model(), **DYNAMIC)
+    default = of_contrib(**DYNAMIC)[1]
     assert (default.cur_scale, default.scale_window) == (2.0**16, 1000)
     optimizer.cur_scale = 64.0
     assert optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 64.0
@@ -613,46 +588,25 @@ def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
 
 
 def test_its_state_dict_has_apex_keys_and_flat_masters_load():
-    model = make_model()
-    optimizer = of_contrib(model, **DYNAMIC)
+    model, optimizer = of_contrib(**DYNAMIC)
     run(model, optimizer)
     state = optimizer.state_dict()
     assert state.keys() == {
         *("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
         *("optimizer_state_dict", "fp32_groups"),
     }
-    static = of_contrib(make_model()).state_dict()
+    static = of_contrib()[1].state_dict()
     assert state.keys() - static.keys() == {"last_overflow_iter", "scale_factor", "scale_window"}
     masters = [m.clone() for m in state["fp32_groups"][0]]
     state["fp32_groups_flat"] = [torch.cat([m.flatten() for m in state.pop("fp32_groups")[0]])]
-    other = of_contrib(make_model(), **DYNAMIC)
+    other = of_contrib(**DYNAMIC)[1]
     other.load_state_dict(through_a_file(state))
     assert_same(tensors_of(other.fp32_groups[0]), masters)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
-        (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
-        (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
-        (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
-        (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"fp32_groups_flat'\]\[0\] is flat with 3 elements"),
-    ],
-    ids=["no-scale", "no-window", "zero", "masters", "flat"],
-)
-def test_its_bad_checkpoint_changes_nothing(change, message):
-    optimizer = of_contrib(make_model(), **DYNAMIC)
-    state = {**optimizer.state_dict(), "cur_scale": 2.0}
-    change(state)
-    with pytest.raises(ampctx.AmpError, match=message):
-        optimizer.load_state_dict(state)
-    assert optimizer.cur_scale == 2.0**16
-
-
 @pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads"])
 def test_what_apexs_class_has_not_is_not_there(name):
-    optimizer = of_contrib(make_model())
+    optimizer = of_contrib()[1]
     assert not hasattr(optimizer, name)
     with pytest.raises(AttributeError, match=f"has no {name}, as it unscales in step.*: give FusedAdam max_grad_norm"):
         getattr(optimizer, name)

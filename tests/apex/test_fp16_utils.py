@@ -1,7 +1,5 @@
 """apex.fp16_utils but for FP16_Optimizer."""
 
-import io
-
 import pytest
 import torch
 from apex.fp16_utils import (
@@ -17,6 +15,7 @@ from apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from kit import through_a_file
 from torch import nn
 
 import ampctx
@@ -56,12 +55,8 @@ def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
     network = network_to_half(model)
     assert isinstance(network[0], tofp16)
     assert network[1] is model
-    assert (model.conv.weight.dtype, model.bn.weight.dtype, model.bn.running_mean.dtype) == (
-        torch.float16,
-        torch.float32,
-        torch.float32,
-    )
-    assert model.plain_bn.running_mean.dtype == torch.float16
+    assert model.bn.weight.dtype == model.bn.running_mean.dtype == torch.float32
+    assert model.conv.weight.dtype == model.plain_bn.running_mean.dtype == torch.float16
     assert network(torch.randn(2, 3, 5, 5))[0].dtype == torch.float16
 
 
@@ -100,8 +95,9 @@ def test_convert_module_leaves_children_alone():
 # --- masters by hand --------------------------------------------------------------------------------------------------
 
 
-def test_masters_are_fp32_copies_of_what_trains():
-    model = pair_of_linears()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_masters_are_fp32_copies_of_what_trains(dtype):
+    model = pair_of_linears(dtype)
     model[0].bias.requires_grad_(False)
     params, masters = prep_param_lists(model)
     assert params == [model[0].weight, model[1].weight, model[1].bias]
@@ -113,23 +109,14 @@ def test_masters_are_fp32_copies_of_what_trains():
     assert not torch.equal(params[0].float(), masters[0])
 
 
-def test_masters_of_fp32_parameters_are_copies_too():
-    params, masters = prep_param_lists(pair_of_linears(torch.float32))
-    assert params[0].data_ptr() != masters[0].data_ptr()
-
-
-def test_flat_master_holds_all_in_a_row():
-    params, (master,) = prep_param_lists(pair_of_linears(), flat_master=True)
+@pytest.mark.parametrize("second", [torch.float16, torch.float32], ids=["one dtype", "two dtypes"])
+def test_flat_master_holds_all_in_a_row(second):
+    model = pair_of_linears()
+    model[1].to(second)
+    params, (master,) = prep_param_lists(model, flat_master=True)
     assert isinstance(master, nn.Parameter)
     assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
     assert torch.equal(master.grad, torch.zeros_like(master))
-
-
-def test_flat_master_of_several_dtypes():
-    model = pair_of_linears()
-    model[1].float()
-    params, (master,) = prep_param_lists(model, flat_master=True)
-    assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
@@ -319,9 +306,6 @@ def test_arguments_without_sense_are_refused(options, message):
 
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)], ids=["static", "dynamic"])
 def test_scalers_are_saved_and_loaded_with_the_defaults_of_torch_load(scaler):
-    file = io.BytesIO()
-    torch.save(scaler, file)
-    file.seek(0)
-    loaded = torch.load(file)
+    loaded = through_a_file(scaler)
     assert type(loaded) is type(scaler)
     assert vars(loaded) == vars(scaler)

@@ -1,90 +1,71 @@
 """The ways in which programs call scale_loss and what is in it, and the sequences that skip a step."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from amp_models import backward, probe, same, weights
 from apex import amp
+from apex.amp import _amp_state
 from apex.optimizers import FusedSGD
-from kit import every_level
-from l0 import Mixed, assert_exact, initialize_mixed, low_of, scales, set_scales
+from kit import INF, every_level
 from torch import nn
 
 dynamic_levels = pytest.mark.parametrize("level", ["O1", "O2"])
-both = pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
+# apex leaves the gradients of masters None without materialize_master_grads. Here they are there, and true, either way.
+MAKE = {
+    "SGD": torch.optim.SGD,
+    "FusedSGD": FusedSGD,
+    "FusedSGD-not-materialized": partial(FusedSGD, materialize_master_grads=False),
+}
+each_make = pytest.mark.parametrize("make", [partial(make, lr=0.125) for make in MAKE.values()], ids=MAKE)
 
 
-def initialized(level, make=torch.optim.SGD, scale=(16.0,), **options):
-    """A model whose gradients are small multiples of powers of two, its optimizer, and the gradients of its loss."""
-    model = Mixed(0, low_of(level))
-    optimizer = make(model.parameters(), lr=0.5)
-    initialize_mixed(model, optimizer, level, num_losses=len(scale), **options)
-    set_scales(*scale)
-    return model, optimizer
+class Mixed(nn.Module):
+    """A ``wide`` fp32 and a ``narrow`` 16-bit parameter, whose gradients are each other's value."""
+
+    def __init__(self, level):
+        super().__init__()
+        low = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+        self.wide = nn.Parameter(torch.tensor([1.0, -0.5, 2.0]))
+        self.narrow = nn.Parameter(torch.tensor([1.0, 0.5, 2.0], dtype=low))
+
+    def forward(self):
+        return (self.wide * self.narrow).sum()
 
 
-def loss_of(model, factor=1.0):
-    return model(torch.full((3,), factor))
+def initialized(level):
+    """A ``Mixed`` as apex's tests initialize it, nothing is cast, with scales of 16 and 4; and its true gradients."""
+    model = Mixed(level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    _amp_state.allow_incoming_model_not_fp32 = True
+    try:
+        amp.initialize(model, optimizer, opt_level=level, cast_model_type=False, num_losses=2, verbosity=0)
+    finally:
+        _amp_state.allow_incoming_model_not_fp32 = False
+    for scaler, value in zip(_amp_state.loss_scalers, (16.0, 4.0), strict=True):
+        scaler._loss_scale = value
+    return model, optimizer, [model.narrow.detach().clone(), model.wide.detach().clone()]
 
 
-def grads_of(model):
-    """d loss / d wide and d loss / d narrow for a factor of 1."""
-    return [model.narrow.detach().double().clone(), model.wide.detach().double().clone()]
-
-
-def backward(model, optimizer, factor=1.0, **kwargs):
-    with amp.scale_loss(loss_of(model, factor), optimizer, **kwargs) as scaled:
-        scaled.backward()
-
-
-def overflow(model, optimizer, **kwargs):
-    with amp.scale_loss(loss_of(model), optimizer, **kwargs) as scaled:
-        scaled.backward()
-        model.wide.grad[0] = float("inf")
-
-
-def check_grads(optimizer, expected, factor):
+def check_grads(optimizer, expected):
+    """Every bit: all numbers are sums of few powers of two, which all types hold."""
     for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
-        assert_exact(p.grad, grad * factor)
-
-
-def values(optimizer):
-    return [p.detach().clone() for p in amp.master_params(optimizer)]
-
-
-def assert_stepped(optimizer, before, grads, factor):
-    for p, old, grad in zip(amp.master_params(optimizer), before, grads, strict=True):
-        assert_exact(p, old.double() - 0.5 * factor * grad)
-
-
-def assert_skipped(optimizer, before):
-    assert all(torch.equal(p, old) for p, old in zip(amp.master_params(optimizer), before, strict=True))
+        assert torch.equal(p.grad.double(), grad.double())
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
 @every_level
-def test_a_graph_kept_for_a_second_block(level):
-    model, optimizer = initialized(level, scale=(16.0, 4.0))
-    expected = grads_of(model)
-    loss = loss_of(model)
-    with amp.scale_loss(loss, optimizer, loss_id=0) as scaled:
-        scaled.backward(retain_graph=True)
-    with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:
-        scaled.backward()
-    check_grads(optimizer, expected, 2)
-
-
-@every_level
 def test_create_graph(level):
-    model, optimizer = initialized(level)
-    expected = grads_of(model)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled, warnings.catch_warnings():
+    model, optimizer, expected = initialized(level)
+    with amp.scale_loss(model(), optimizer) as scaled, warnings.catch_warnings():
         # torch says, once in a process, that this makes a cycle of references.
         warnings.filterwarnings("ignore", message=".*create_graph=True")
         scaled.backward(create_graph=True)
-    check_grads(optimizer, expected, 1)
+    check_grads(optimizer, expected)
     # The gradients lead back to the weights: let go of that.
     for p in [*model.parameters(), *amp.master_params(optimizer)]:
         p.grad = None
@@ -93,41 +74,37 @@ def test_create_graph(level):
 @every_level
 def test_autograd_grad_with_unscaling_by_hand(level):
     """A penalty on the norm of gradients, as GANs have it: d/dw and d/dn of (|n|^2 + |w|^2) / 4 beside the loss's."""
-    model, optimizer = initialized(level)
-    wide, narrow = model.wide.detach().double(), model.narrow.detach().double()
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+    model, optimizer, expected = initialized(level)
+    narrow, wide = expected
+    with amp.scale_loss(model(), optimizer) as scaled:
         grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
-    for grad, expected in zip(grads, grads_of(model), strict=True):
-        assert_exact(grad, expected * scales()[0])
+    assert all(torch.equal(g.double(), 16.0 * e.double()) for g, e in zip(grads, expected, strict=True))
     assert [p.grad for p in amp.master_params(optimizer)] == [None, None]
-    penalty = sum((g.float() / scales()[0]).square().sum() for g in grads) / 4
-    with amp.scale_loss(loss_of(model) + penalty, optimizer) as scaled:
+    penalty = sum((g.float() / 16.0).square().sum() for g in grads) / 4
+    with amp.scale_loss(model() + penalty, optimizer) as scaled:
         scaled.backward()
-    for p, expected in zip(amp.master_params(optimizer), (narrow + wide / 2, wide + narrow / 2), strict=True):
-        assert_exact(p.grad, expected)
+    check_grads(optimizer, (narrow + wide / 2, wide + narrow / 2))
 
 
 @every_level
 def test_losses_with_elements(level):
-    model, optimizer = initialized(level)
-    expected = grads_of(model)
-    weights = torch.tensor([1.0, 0.0, -2.0])
+    model, optimizer, expected = initialized(level)
+    factors = torch.tensor([1.0, 0.0, -2.0])
     with amp.scale_loss(model.wide * model.narrow, optimizer) as scaled:
         assert scaled.shape == (3,)
-        scaled.backward(weights)
-    check_grads(optimizer, expected, weights.double())
+        scaled.backward(factors)
+    check_grads(optimizer, [grad * factors for grad in expected])
 
 
 @every_level
 @pytest.mark.parametrize("wrap", [lambda o: o, lambda o: [o], lambda o: (o,)], ids=["alone", "list", "tuple"])
 @pytest.mark.parametrize("loss_id", [0, 1, -1, -2])
 def test_arguments_of_scale_loss(level, wrap, loss_id):
-    model, optimizer = initialized(level, scale=(16.0, 4.0))
-    expected = grads_of(model)
-    with amp.scale_loss(loss_of(model), wrap(optimizer), loss_id, model) as scaled:
+    model, optimizer, expected = initialized(level)
+    with amp.scale_loss(model(), wrap(optimizer), loss_id, model) as scaled:
         assert scaled.item() == 4.75 * (16.0, 4.0)[loss_id]
         scaled.backward()
-    check_grads(optimizer, expected, 1)
+    check_grads(optimizer, expected)
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4"])
@@ -144,77 +121,75 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
 
 # --- skips ------------------------------------------------------------------------------------------------------------
 
-CLEAN_LATER = {
-    "clean-backward": lambda model, optimizer: backward(model, optimizer),
-    "clean-backward-of-another-loss": lambda model, optimizer: backward(model, optimizer, loss_id=1),
-    "zero-grad": lambda model, optimizer: optimizer.zero_grad(),
-    "second-overflow": lambda model, optimizer: overflow(model, optimizer),
-    "overflow-of-another-loss": lambda model, optimizer: overflow(model, optimizer, loss_id=1),
-    "delayed-block": lambda model, optimizer: backward(model, optimizer, delay_unscale=True),
+# What comes between an overflow and the step, and how often it halves the two scales.
+BETWEEN = {
+    "clean-backward": (backward, (0, 0)),
+    "clean-backward-of-another-loss": (partial(backward, loss_id=1), (0, 0)),
+    "zero-grad": (lambda model, optimizer: optimizer.zero_grad(), (0, 0)),
+    "second-overflow": (partial(backward, factor=INF), (1, 0)),
+    "overflow-of-another-loss": (partial(backward, factor=INF, loss_id=1), (0, 1)),
+    "delayed-block": (partial(backward, delay_unscale=True), (0, 0)),
 }
 
 
 @dynamic_levels
-@both
-@pytest.mark.parametrize("then", CLEAN_LATER)
-def test_one_step_is_skipped_whatever_comes_before_it(level, make, then):
-    model, optimizer = initialized(level, make, scale=(16.0, 4.0))
-    before, expected = values(optimizer), grads_of(model)
-    overflow(model, optimizer)
-    assert optimizer._amp_stash.already_patched
-    CLEAN_LATER[then](model, optimizer)
-    assert optimizer._amp_stash.already_patched
-    assert optimizer._amp_stash.params_have_scaled_gradients == (then == "delayed-block")
+@each_make
+@pytest.mark.parametrize("between", BETWEEN)
+def test_one_step_is_skipped_whatever_comes_before_it(level, make, between):
+    model, optimizer = probe(level, make, num_losses=2)
+    before, stash = weights(optimizer), optimizer._amp_stash
+    backward(model, optimizer, INF)
+    assert stash.already_patched
+    then, halvings = BETWEEN[between]
+    then(model, optimizer)
+    assert stash.already_patched
+    assert stash.params_have_scaled_gradients == (between == "delayed-block")
     assert optimizer.step() is None
-    assert not optimizer._amp_stash.already_patched
-    assert_skipped(optimizer, before)
-    halvings = {"second-overflow": (2, 0), "overflow-of-another-loss": (1, 1)}.get(then, (1, 0))
-    assert scales() == [16.0 / 2 ** halvings[0], 4.0 / 2 ** halvings[1]]
+    assert not stash.already_patched
+    assert same(weights(optimizer), before)
+    scales = [scaler.loss_scale() for scaler in _amp_state.loss_scalers]
+    assert scales == [4096.0 / 2 ** (1 + halvings[0]), 4096.0 / 2 ** halvings[1]]
     optimizer.zero_grad()
     backward(model, optimizer)
     optimizer.step()
-    assert_stepped(optimizer, before, expected, 1)
+    assert same(weights(optimizer), [w - 0.125 for w in before])
 
 
 @dynamic_levels
-@both
-@pytest.mark.parametrize("built", ["before-initialize", "before-overflow", "after-overflow", "after-skip"])
-def test_lr_schedulers_around_a_skipped_step(level, make, built):
-    """None of them fails, warns, or loses the skip. apex failed for one that was built while a skip was due."""
-    model = Mixed(0, low_of(level))
-    optimizer = make(model.parameters(), lr=1.0)
-    before, expected = values(optimizer), grads_of(model)
-    scheduler = None
+@each_make
+@pytest.mark.parametrize("bad", [0, 1], ids=["first", "second"])
+def test_an_overflow_of_either_loss_skips_the_step(level, make, bad):
+    model, optimizer = probe(level, make, num_losses=2)
+    before = weights(optimizer)
+    for loss_id in range(2):
+        backward(model, optimizer, INF if loss_id == bad else 1.0, loss_id=loss_id)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [4096.0 / (1 + (i == bad)) for i in range(2)]
 
-    def build(when):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if when == built else scheduler
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = build("before-initialize")
-        initialize_mixed(model, optimizer, level)
-        set_scales(16.0)
-        scheduler = build("before-overflow")
-        overflow(model, optimizer)
-        scheduler = build("after-overflow")
-        optimizer.step()
-        assert_skipped(optimizer, [b.float() for b in before] if level == "O2" else before)
-        scheduler = build("after-skip")
-        optimizer.zero_grad()
-        if built != "after-skip":
-            scheduler.step()
-        else:
-            optimizer.param_groups[0]["lr"] = 0.5
-        backward(model, optimizer)
-        optimizer.step()
-        scheduler.step()
-    assert_stepped(optimizer, before, expected, 1)
-    assert optimizer.param_groups[0]["lr"] == 0.25
+@pytest.mark.filterwarnings("error")
+@dynamic_levels
+@each_make
+def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
+    """Where apex failed. tests/reliability/test_schedulers_count_taken_steps.py has the other times."""
+    model, optimizer = probe(level, make)
+    before = weights(optimizer)
+    backward(model, optimizer, INF)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert same(weights(optimizer), [w - 0.125 for w in before])
+    assert optimizer.param_groups[0]["lr"] == 0.0625
 
 
 @dynamic_levels
 def test_fused_sgd_forgets_the_scale_of_a_skipped_step(level):
-    model, optimizer = initialized(level, FusedSGD)
-    overflow(model, optimizer)
+    model, optimizer = probe(level, partial(FusedSGD, lr=0.125))
+    backward(model, optimizer, INF)
     optimizer.step()
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)

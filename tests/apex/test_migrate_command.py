@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from ampctx_apex.cli import main
 from ampctx_apex.migrate import cli, rewrite
-from migrating import run
+from processes import python
 
 pytest.importorskip("libcst")
 
@@ -104,10 +104,10 @@ def test_it_needs_libcst_and_no_torch(tmp_path):
     (tmp_path / "a.py").write_bytes(BEFORE)
     code = f"import sys; sys.modules[sys.argv[1]] = None; sys.argv[1:] = ['migrate', {str(tmp_path)!r}]; "
     code += "from ampctx_apex.cli import main; sys.exit(main())"
-    result = run("-c", code, "torch")
+    result = python("-c", code, "torch")
     assert (result.returncode, result.stderr) == (0, "")
     assert "1 file scanned, 1 to change." in result.stdout
-    result = run("-c", code, "libcst")
+    result = python("-c", code, "libcst")
     assert (result.returncode, result.stdout) == (2, "")
     assert "pip install libcst" in result.stderr
 

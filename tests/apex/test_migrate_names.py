@@ -1,12 +1,26 @@
 """``ampctx-apex migrate``: what becomes of each way to import and use a name of apex."""
 
 import re
+import textwrap
 
 import pytest
+from ampctx_apex.migrate import cli
 from ampctx_apex.names import NAMES
-from migrating import migrated
 
 pytest.importorskip("libcst")
+
+
+def migrated(tmp_path, source):
+    """The new text of a file, and its findings. Another run must change nothing more."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source).lstrip("\n"))
+    (result,) = cli.migrate([path])
+    assert result.error is None
+    path.write_bytes(result.after)
+    (again,) = cli.migrate([path])
+    assert not again.changed, again.after
+    return result.after.decode(), result.findings
+
 
 # Where each "apex" becomes "ampctx", and nothing else changes.
 RENAMED = {
@@ -44,6 +58,10 @@ MOVED = {
     "another name": (
         "from apex.fp16_utils import clip_grad_norm\nclip_grad_norm(p, 1)\n",
         "from ampctx import clip_grad_norm_ as clip_grad_norm\nclip_grad_norm(p, 1)\n",
+    ),
+    "guarded, beside names that stay": (
+        "try:\n    from apex import amp\n    from apex.parallel import Reducer\nexcept: pass\namp.initialize(m)\n",
+        "try:\n    from ampctx import amp\n    from apex.parallel import Reducer\nexcept: pass\namp.initialize(m)\n",
     ),
     "other names after import": (
         "import apex, amp_C\namp_C.multi_tensor_scale\n(apex.parallel.LARC.LARC)(apex.amp.initialize(m))\n",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ampctx_apex import names
-from ampctx_apex.install import refused
+from ampctx_apex.install import ApexImportError, refused
 from ampctx_apex.names import NAMES, TABLE, lookup, refusal
 from ampctx_apex.roots import MODULES
 from apex import amp
@@ -99,9 +99,9 @@ def test_what_is_refused_can_be_imported_and_says_what_to_write_when_called(name
 def test_what_is_refused_at_import_says_what_to_write(name):
     owner, _, last = name.rpartition(".")
     for statement in (f"import {name}", f"from {name} import anything", f"from {owner} import {last}"):
-        with pytest.raises(ModuleNotFoundError, match=" is not supported by ampctx. Use ") as error:
+        with pytest.raises(ModuleNotFoundError, match=r"^apex\.\S+ is not supported by ampctx. Use ") as error:
             exec(statement, {})
-        assert isinstance(error.value, NotImplementedError)
+        assert type(error.value) is ApexImportError
     with pytest.raises((AttributeError, ImportError)):
         resolved(name)
 
@@ -119,6 +119,9 @@ def test_a_name_below_a_refused_module_is_refused():
     )
     with pytest.raises(NotImplementedError, match="apex.contrib.fmha.FMHA is not supported by ampctx"):
         refused("apex.contrib.fmha.FMHA")(3)
+    assert issubclass(ApexImportError, NotImplementedError)
+    with pytest.raises(ApexImportError, match=r"^apex.transformer\S* is not supported by ampctx. Use .*Megatron"):
+        from apex.transformer.pipeline_parallel.utils import get_num_microbatches  # noqa: F401
 
 
 def test_a_name_that_nobody_knows():

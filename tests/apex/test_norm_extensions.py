@@ -5,6 +5,7 @@ import fused_layer_norm_cuda as norms
 import fused_mix_prec_layer_norm_cuda as mixed
 import pytest
 import torch
+from kernel_cases import norm_formula, norm_tensors
 
 from ampctx import AmpTypeError, AmpValueError
 
@@ -13,28 +14,10 @@ SHAPE, EPS = (3, 4), 0.125
 ROWS = [(5,), (2, 3), (), (0,)]
 
 
-def tensors(kind, rows, dtype, parameter_dtype):
-    """Input, parameters and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    count = {"plain": 0, "layer": 2, "rms": 1}[kind]
-    x = torch.randn((*rows, *SHAPE), generator=generator) + 1.0
-    parameters = [torch.randn(SHAPE, generator=generator) + 1.5 for _ in range(count)]
-    dout = torch.randn(x.shape, generator=generator)
-    return x.to(dtype), [p.to(parameter_dtype) for p in parameters], dout.to(dtype)
-
-
-def by_formula(centers, x, weight=None, bias=None):
-    dims = (-2, -1)
-    x = x - x.mean(dims, keepdim=True) if centers else x
-    x = x * (x.square().mean(dims, keepdim=True) + EPS).rsqrt()
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
 def exact(centers, x, parameters, dout):
     """Output, mean and inverse deviation, and the gradients of input and parameters, in fp64."""
     leaves = [t.double().requires_grad_() for t in (x, *parameters)]
-    out = by_formula(centers, *leaves)
+    out = norm_formula(centers, EPS, *leaves)
     grads = torch.autograd.grad(out, leaves, dout.double())
     rows = leaves[0].detach().reshape(-1, 12) if x.numel() else leaves[0].detach().reshape(0, 12)
     mean = rows.mean(1)
@@ -52,9 +35,9 @@ each_norm = pytest.mark.parametrize("centers", [True, False], ids=["layer", "rms
 
 
 def functions(centers, affine):
-    """Forward and backward, and the kind of ``tensors`` that they take."""
+    """Forward and backward, and how many parameters they take."""
     names = (f"{'' if centers else 'rms_'}{way}{'_affine' * affine}" for way in ("forward", "backward"))
-    return *(getattr(norms, name) for name in names), ("layer" if centers else "rms") if affine else "plain"
+    return *(getattr(norms, name) for name in names), affine * (2 if centers else 1)
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
@@ -62,8 +45,8 @@ def functions(centers, affine):
 @each_form
 @each_norm
 def test_norms(centers, affine, dtype, rows):
-    forward, backward, kind = functions(centers, affine)
-    x, parameters, dout = tensors(kind, rows, dtype, dtype)
+    forward, backward, count = functions(centers, affine)
+    x, parameters, dout = norm_tensors(count, dtype, dtype, rows)
     out, *statistics = forward(x, SHAPE, *parameters, EPS)
     value, mean, invvar, gradients = exact(centers, x, parameters, dout)
     assert out.dtype == dtype
@@ -81,8 +64,8 @@ def test_norms(centers, affine, dtype, rows):
 @each_norm
 def test_gradients_from_the_output(centers, affine, dtype):
     """``memory_efficient``."""
-    forward, backward, kind = functions(centers, affine)
-    x, parameters, dout = tensors(kind, (5,), dtype, dtype)
+    forward, backward, count = functions(centers, affine)
+    x, parameters, dout = norm_tensors(count, dtype, dtype)
     out, *_, invvar = forward(x, SHAPE, *parameters, EPS)
     small = torch.finfo(dtype).eps
     grads = backward(dout, *[None] * centers, invvar, out, SHAPE, *parameters, small if affine else EPS, True)
@@ -92,7 +75,7 @@ def test_gradients_from_the_output(centers, affine, dtype):
 
 @pytest.mark.parametrize("value", [0.0, -1e-9])
 def test_a_weight_of_nearly_0_gives_finite_gradients_from_the_output(value):
-    x, (weight, bias), dout = tensors("layer", (5,), F32, F32)
+    x, (weight, bias), dout = norm_tensors(2, F32, F32)
     weight[1, 2] = value
     out, _, invvar = norms.forward_affine(x, SHAPE, weight, bias, EPS)
     for grad in norms.backward_affine(dout, None, invvar, out, SHAPE, weight, bias, EPS, True):
@@ -108,7 +91,7 @@ def test_a_weight_of_nearly_0_gives_finite_gradients_from_the_output(value):
 @pytest.mark.parametrize(("dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, B16), (F16, B16)], ids=str)
 @pytest.mark.parametrize("module", [norms.forward_affine_mixed_dtypes, mixed.forward_affine], ids=["apex", "Megatron"])
 def test_other_parameters_than_input(module, dtype, parameter_dtype):
-    x, (weight, bias), dout = tensors("layer", (5,), dtype, parameter_dtype)
+    x, (weight, bias), dout = norm_tensors(2, dtype, parameter_dtype)
     out, mean, invvar = module(x, SHAPE, weight, bias, EPS)
     dout = dout.to(parameter_dtype)
     wanted = exact(True, x, (weight, bias), dout)
@@ -123,7 +106,7 @@ def test_other_parameters_than_input(module, dtype, parameter_dtype):
     assert out.dtype == dtype
     assert_near(out, wanted[0])
 
-    x, (weight,), dout = tensors("rms", (5,), dtype, parameter_dtype)
+    x, (weight,), dout = norm_tensors(1, dtype, parameter_dtype)
     out, _ = norms.rms_forward_affine_mixed_dtypes(x, SHAPE, weight, EPS)
     assert out.dtype == parameter_dtype
     assert_near(out, exact(False, x, (weight,), dout)[0])
@@ -131,7 +114,7 @@ def test_other_parameters_than_input(module, dtype, parameter_dtype):
 
 @pytest.mark.parametrize(("dtype", "parameter_dtype"), [(F32, F32), (F16, F32), (B16, B16)], ids=str)
 def test_fast_layer_norm(dtype, parameter_dtype):
-    x, (gamma, beta), dout = tensors("layer", (5,), dtype, parameter_dtype)
+    x, (gamma, beta), dout = norm_tensors(2, dtype, parameter_dtype)
     x, gamma, beta, dout = x.view(5, 12), gamma.view(-1), beta.view(-1), dout.view(5, 12).to(parameter_dtype)
     z, mu, rsigma = fast_layer_norm.ln_fwd(x, gamma, beta, EPS)
     assert (z.dtype, mu.dtype, rsigma.dtype) == (parameter_dtype, F32, F32)
@@ -145,7 +128,7 @@ def test_fast_layer_norm(dtype, parameter_dtype):
 
 
 def test_any_strides():
-    x, (weight, bias), dout = tensors("layer", (5,), F32, F32)
+    x, (weight, bias), dout = norm_tensors(2, F32, F32)
     wanted = norms.forward_affine(x, SHAPE, weight, bias, EPS)
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, weight, bias, dout)]
     got = norms.forward_affine(strided[0], SHAPE, *strided[1:3], EPS)
@@ -158,7 +141,7 @@ def test_any_strides():
 
 
 def test_no_gradient_flows_and_autocast_has_no_part_in_it():
-    x, (weight, bias), _ = tensors("layer", (5,), F32, F32)
+    x, (weight, bias), _ = norm_tensors(2, F32, F32)
     wanted = norms.forward_affine(x, SHAPE, weight, bias, EPS)
     with torch.autocast("cpu", B16):
         got = norms.forward_affine(x.requires_grad_(), SHAPE, weight, bias, EPS)
@@ -171,31 +154,7 @@ def test_a_whole_number_as_shape():
     assert torch.equal(norms.forward(x, 4, EPS)[0], norms.forward(x, (4,), EPS)[0])
 
 
-@each_norm
-def test_gradcheck(centers):
-    """The functions without no_grad: a gradient flows through them."""
-    x = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    weight, bias = torch.rand(2, 4, dtype=F64, generator=torch.Generator().manual_seed(1)).unbind()
-    parameters = [weight.requires_grad_(), bias.requires_grad_()] if centers else [weight.requires_grad_()]
-    names = [("" if centers else "rms_") + name for name in ("forward", "forward_affine", "backward_affine")]
-    statistics, forward, backward = (getattr(norms, name).__wrapped__ for name in names)
-
-    class Norm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *parameters):
-            ctx.save_for_backward(x, *parameters)
-            return forward(x, (4,), *parameters, EPS)[0]
-
-        @staticmethod
-        def backward(ctx, dout):
-            x, *parameters = ctx.saved_tensors
-            return backward(dout, *statistics(x, (4,), EPS)[1:], x, (4,), *parameters, EPS)
-
-    assert torch.autograd.gradcheck(Norm.apply, (x, *parameters))
-    assert torch.autograd.gradgradcheck(Norm.apply, (x, *parameters))
-
-
-X, (WEIGHT, BIAS), DOUT = tensors("layer", (5,), F32, F32)
+X, (WEIGHT, BIAS), DOUT = norm_tensors(2, F32, F32)
 _, MEAN, INVVAR = norms.forward_affine(X, SHAPE, WEIGHT, BIAS, EPS)
 WRONG = {
     "no tensor": ("forward", (None, SHAPE, EPS), AmpTypeError, "input must be a tensor, got NoneType"),
@@ -203,51 +162,23 @@ WRONG = {
     "shape": ("forward", (X, (4, 3), EPS), AmpValueError, r"input has shape \(5, 3, 4\), expected \[\*, 4, 3\]"),
     "empty shape": ("rms_forward", (X, (), EPS), AmpValueError, "normalized_shape is empty, expected one dimension"),
     "too few dimensions": ("forward", (X[0, 0], SHAPE, EPS), AmpValueError, r"input has shape \(4,\), expected"),
-    "weight": (
-        "forward_affine",
-        (X, SHAPE, WEIGHT[0], BIAS, EPS),
-        AmpValueError,
-        r"weight has shape \(4,\), expected \(3, 4\)",
-    ),
+    "weight": ("forward_affine", (X, SHAPE, WEIGHT[0], BIAS, EPS), AmpValueError,
+        r"weight has shape \(4,\), expected \(3, 4\)"),
     "no weight": ("forward_affine", (X, SHAPE, None, BIAS, EPS), AmpTypeError, "weight must be a tensor, got NoneType"),
-    "bias": (
-        "forward_affine_mixed_dtypes",
-        (X, SHAPE, WEIGHT, BIAS.to("meta"), EPS),
-        AmpValueError,
-        "bias is on meta, and input is on cpu",
-    ),
-    "complex weight": (
-        "rms_forward_affine",
-        (X, SHAPE, WEIGHT.to(torch.complex64), EPS),
-        AmpTypeError,
-        "weight has dtype torch.complex64",
-    ),
-    "dout": (
-        "backward",
-        (DOUT[0], MEAN, INVVAR, X, SHAPE, EPS),
-        AmpValueError,
-        r"dout has shape \(3, 4\), expected \(5, 3, 4\)",
-    ),
+    "bias": ("forward_affine_mixed_dtypes", (X, SHAPE, WEIGHT, BIAS.to("meta"), EPS), AmpValueError,
+        "bias is on meta, and input is on cpu"),
+    "complex weight": ("rms_forward_affine", (X, SHAPE, WEIGHT.to(torch.complex64), EPS), AmpTypeError,
+        "weight has dtype torch.complex64"),
+    "dout": ("backward", (DOUT[0], MEAN, INVVAR, X, SHAPE, EPS), AmpValueError,
+        r"dout has shape \(3, 4\), expected \(5, 3, 4\)"),
     "no mean": ("backward", (DOUT, None, INVVAR, X, SHAPE, EPS), AmpTypeError, "mean must be a tensor, got NoneType"),
-    "mean": (
-        "backward_affine",
-        (DOUT, MEAN[1:], INVVAR, X, SHAPE, WEIGHT, BIAS, EPS),
-        AmpValueError,
-        r"mean has shape \(4,\), expected \(5,\)",
-    ),
-    "invvar": (
-        "rms_backward_affine",
-        (DOUT, INVVAR.view(5, 1), X, SHAPE, WEIGHT, EPS),
-        AmpValueError,
-        r"invvar has shape \(5, 1\), expected \(5,\)",
-    ),
-    "input": (
-        "rms_backward",
-        (DOUT, INVVAR, [X], SHAPE, EPS),
-        AmpTypeError,
-        "input_or_output must be a tensor, got list",
-    ),
-}
+    "mean": ("backward_affine", (DOUT, MEAN[1:], INVVAR, X, SHAPE, WEIGHT, BIAS, EPS), AmpValueError,
+        r"mean has shape \(4,\), expected \(5,\)"),
+    "invvar": ("rms_backward_affine", (DOUT, INVVAR.view(5, 1), X, SHAPE, WEIGHT, EPS), AmpValueError,
+        r"invvar has shape \(5, 1\), expected \(5,\)"),
+    "input": ("rms_backward", (DOUT, INVVAR, [X], SHAPE, EPS), AmpTypeError,
+        "input_or_output must be a tensor, got list"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "arguments", "error", "message"), WRONG.values(), ids=WRONG)

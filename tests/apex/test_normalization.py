@@ -8,6 +8,7 @@ import torch
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm
+from kernel_cases import norm_formula, norm_tensors
 from torch import nn
 
 from ampctx import AmpValueError, amp
@@ -16,8 +17,6 @@ F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPE = (3, 4)
 EPS = 0.125
 
-AFFINE_LAYER = ["fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"]
-AFFINE_RMS = ["fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"]
 CLASSES = {
     "fused_layer_norm": "FusedLayerNormFunction",
     "fused_layer_norm_affine": "FusedLayerNormAffineFunction",
@@ -30,20 +29,9 @@ CLASSES = {
 
 def tensors(function, input_dtype, parameter_dtype):
     """Input and parameters of a function, leaves that require a gradient."""
-    generator = torch.Generator().manual_seed(0)
-    count = 1 + ("affine" in function) * (2 if "layer" in function else 1)
-    shapes, dtypes = [(5, *SHAPE), SHAPE, SHAPE][:count], [input_dtype, parameter_dtype, parameter_dtype]
-    values = (torch.randn(s, generator=generator) + 1.0 for s in shapes)
-    return [v.to(dtype).requires_grad_() for v, dtype in zip(values, dtypes, strict=False)]
-
-
-def by_formula(function, x, weight=None, bias=None):
-    dims = (-2, -1)
-    if "layer" in function:
-        x = x - x.mean(dims, keepdim=True)
-    x = x * (x.square().mean(dims, keepdim=True) + EPS).rsqrt()
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+    count = ("affine" in function) * (2 if "layer" in function else 1)
+    x, parameters, _ = norm_tensors(count, input_dtype, parameter_dtype)
+    return [t.requires_grad_() for t in (x, *parameters)]
 
 
 def check(function, call, input_dtype, parameter_dtype, output_dtype):
@@ -51,7 +39,7 @@ def check(function, call, input_dtype, parameter_dtype, output_dtype):
     exact = [t.detach().double().requires_grad_() for t in ours]
     out = call(*ours)
     assert out.dtype == output_dtype
-    expected = by_formula(function, *exact)
+    expected = norm_formula("layer" in function, EPS, *exact)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     out.backward(upstream)
     expected.backward(upstream.double())
@@ -61,20 +49,15 @@ def check(function, call, input_dtype, parameter_dtype, output_dtype):
     assert [t.grad.dtype for t in ours] == [t.dtype for t in ours]
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
-@pytest.mark.parametrize("function", CLASSES)
-def test_functions(function, dtype):
-    check(function, lambda *t: getattr(fused_layer_norm, function)(*t, SHAPE, EPS), dtype, dtype, dtype)
-
-
 @pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
 @pytest.mark.parametrize(("function", "name"), CLASSES.items())
-def test_autograd_classes(function, name, memory_efficient):
-    kind = getattr(fused_layer_norm, name)
-    check(function, lambda *t: kind.apply(*t, SHAPE, EPS, memory_efficient), F32, F32, F32)
+def test_functions_and_autograd_classes(function, name, dtype, memory_efficient):
+    for call in (getattr(fused_layer_norm, function), getattr(fused_layer_norm, name).apply):
+        check(function, lambda *t, call=call: call(*t, SHAPE, EPS, memory_efficient), dtype, dtype, dtype)
 
 
-@pytest.mark.parametrize("function", AFFINE_LAYER + AFFINE_RMS)
+@pytest.mark.parametrize("function", [name for name in CLASSES if "affine" in name])
 @pytest.mark.parametrize(
     ("input_dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, F16), (F16, B16), (F32, B16)], ids=str
 )
@@ -104,12 +87,6 @@ def test_autocast_casts_first(function, autocast_dtype):
     assert torch.equal(out, expected)
 
 
-def test_autocast_leaves_fp64():
-    x = torch.randn(2, 3, dtype=F64)
-    with torch.autocast("cpu", B16):
-        assert fused_layer_norm.fused_layer_norm(x, 3).dtype == F64
-
-
 @pytest.mark.parametrize(
     ("input_dtype", "weight_dtype", "output_dtype"),
     [(F32, F32, F32), (F16, F32, F32), (F16, F16, F16), (F32, B16, B16), (F64, F32, F64), (F16, None, F32)],
@@ -120,7 +97,7 @@ def test_manual_rms_norm(input_dtype, weight_dtype, output_dtype):
     weight = None if weight_dtype is None else torch.full(SHAPE, 1.5, dtype=weight_dtype)
     out = fused_layer_norm.manual_rms_norm(x, SHAPE, weight, EPS)
     assert out.dtype == output_dtype
-    expected = by_formula("rms", x.double(), None if weight is None else weight.double())
+    expected = norm_formula(False, EPS, x.double(), None if weight is None else weight.double())
     torch.testing.assert_close(out, expected.to(output_dtype))
 
 
@@ -202,6 +179,8 @@ def test_training(kind, level):
     model = nn.Sequential(nn.Linear(4, 4), kind(4), nn.Linear(4, 2))
     before = model[1].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
     x = torch.randn(8, 4)
     for _ in range(2):
@@ -209,19 +188,10 @@ def test_training(kind, level):
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert set(seen) == {{"O0": F32, "O5": B16}.get(level, F16)}
     assert model[1].weight.dtype == {"O2": F16, "O3": F16, "O5": B16}.get(level, F32)
     assert not torch.equal(model[1].weight.float(), before)
     assert torch.isfinite(model[1].weight).all()
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [(FusedLayerNorm, F16), (MixedFusedRMSNorm, F16), (FastLayerNorm, F16)])
-def test_output_at_o1_is_half(kind, dtype):
-    model = nn.Sequential(kind(4))
-    seen = []
-    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-    model(torch.randn(2, 4))
-    assert seen == [dtype]
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -1,118 +1,251 @@
-"""apex.parallel.DistributedDataParallel and Reducer, over gloo: two processes, and one."""
+"""apex.parallel.DistributedDataParallel and Reducer, over gloo. Values are exact in every type."""
 
-import ddp_scenarios
-import parallel_ranks
+import contextlib
+import copy
+import io
+import warnings
+
+import apex_on_ranks  # noqa: F401
 import pytest
 import torch
-from apex.parallel import DistributedDataParallel, ReduceOp
-from ddp_scenarios import DTYPES, HOOKS, TRAINED_AT, TRAININGS
+import torch.distributed as dist
+from apex.parallel import DistributedDataParallel, ReduceOp, Reducer
+from apex.parallel.distributed import flat_dist_call
+from rank_processes import RANK, RANKS, all_ranks, on_ranks
 from torch import nn
 
-from ampctx import AmpValueError
+from ampctx import AmpError, AmpValueError, amp, optimizers
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+# Options, and what becomes of the gradients of weight, 2 and 6 on the two ranks, and of bias, 2 and 2.
+HOOKS = {
+    "default": ({}, 4.0, 2.0),
+    "delay": ({"delay_allreduce": True}, 4.0, 2.0),
+    "sum": ({"gradient_average": False}, 8.0, 4.0),
+    "predivide": ({"gradient_predivide_factor": 2.0}, 4.0, 2.0),
+    "predivided-sum": ({"gradient_average": False, "gradient_predivide_factor": 2.0}, 4.0, 2.0),
+    "fp32": ({"allreduce_always_fp32": True}, 4.0, 2.0),
+    "fp32-delay": ({"allreduce_always_fp32": True, "delay_allreduce": True}, 4.0, 2.0),
+    "many-buckets": ({"message_size": 1}, 4.0, 2.0),
+}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return parallel_ranks.run("ddp_scenarios", tmp_path_factory.mktemp("two"))
+def ones_model(dtype=torch.float32):
+    model = nn.Linear(3, 2).to(dtype)
+    for p in model.parameters():
+        nn.init.constant_(p, 1.0)
+    return model
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    return parallel_ranks.run("ddp_scenarios", tmp_path_factory.mktemp("one"), world_size=1)
+def values(*tensors):
+    return [t.unique().tolist() for t in tensors]
 
 
-# Of weight, which is 2 and 6 before, and of bias, 2 and 2.
-JOINED = {"sum": (8.0, 4.0), "predivided-sum": (4.0, 2.0)}
+# --- how gradients are joined -----------------------------------------------------------------------------------------
+
+
+def joined(wrapped):
+    """Values of the gradients of weight and bias."""
+    weight, bias = wrapped.module.weight, wrapped.module.bias
+    wrapped(torch.full((2, 3), 1.0 + 2.0 * RANK, dtype=weight.dtype)).sum().backward()
+    assert weight.grad.dtype == weight.dtype
+    return values(weight.grad, bias.grad)
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize("options", HOOKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_joined(two, dtype, options):
-    weight, bias = JOINED.get(options, (4.0, 2.0))
-    assert two(f"joined-{dtype}-{options}") == [([weight], [bias])] * 2
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(2)
+def test_gradients_are_joined(dtype, hook):
+    options, weight, bias = HOOKS[hook]
+    assert joined(DistributedDataParallel(ones_model(dtype), **options)) == [[weight], [bias]]
 
 
 @pytest.mark.full(but=4)
-@pytest.mark.parametrize("options", HOOKS)
-def test_one_process_keeps_its_gradients(one, options):
-    divisor = 2.0 if options == "predivided-sum" else 1.0
-    assert one(f"joined-fp32-{options}") == [([2.0 / divisor], [2.0 / divisor])]
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(1)
+def test_one_process_keeps_its_gradients(hook):
+    divisor = 2.0 if hook == "predivided-sum" else 1.0
+    assert joined(DistributedDataParallel(ones_model(), **HOOKS[hook][0])) == [[2.0 / divisor], [2.0 / divisor]]
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-def test_a_copy_joins_gradients_the_same_way(two, copied):
-    assert two(f"joined-{copied}") == [([8.0], [4.0])] * 2
+def by_file(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_file])
+@on_ranks(2)
+def test_a_copy_joins_gradients_the_same_way(copied):
+    assert joined(copied(DistributedDataParallel(ones_model(), gradient_average=False))) == [[8.0], [4.0]]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "expected"), [("large", torch.inf), ("large-fp32", 40000.0), ("large-predivided", 40000.0)]
+    ("options", "expected"),
+    [
+        ({"gradient_predivide_factor": 1.0, "gradient_average": False}, torch.inf),
+        ({"allreduce_always_fp32": True}, 40000.0),
+        ({"gradient_predivide_factor": 2.0}, 40000.0),
+    ],
+    ids=["large", "fp32", "predivided"],
 )
-def test_a_sum_that_fp16_cannot_hold(two, scenario, expected):
-    assert two(scenario) == [[expected]] * 2
+@on_ranks(2)
+def test_a_sum_that_fp16_cannot_hold(options, expected):
+    wrapped = DistributedDataParallel(ones_model(torch.float16), **options)
+    wrapped(torch.full((1, 3), 40000.0, dtype=torch.float16)).sum().backward()
+    assert values(wrapped.module.weight.grad) == [[expected]]
 
 
-def test_disabled_gradients_are_each_ranks_own(two):
-    # Then 2 + 2 and 6 + 6, averaged.
-    assert two("disabled") == [[2.0, 8.0], [6.0, 8.0]]
+@on_ranks(2)
+def test_disabled_gradients_are_each_ranks_own():
+    wrapped = DistributedDataParallel(ones_model())
+    wrapped.disable_allreduce()
+    assert joined(wrapped)[0] == [2.0 + 4.0 * RANK]
+    wrapped.enable_allreduce()
+    assert joined(wrapped)[0] == [8.0]  # 2 + 2 and 6 + 6, averaged
 
 
-def test_parameters_that_are_not_used(two):
-    assert two("unused") == [(2.0, 1.0, None)] * 2
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.never = (nn.Linear(3, 2, bias=False) for _ in range(3))
+
+    def forward(self, x, second):
+        return self.first(x) + self.second(x) if second else self.first(x)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_used():
+    """Rank 0 uses both heads, the other the first alone; a third is used by nobody."""
+    heads = TwoHeads()
+    wrapped = DistributedDataParallel(heads, delay_allreduce=True)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.ones(2, 3), second=RANK == 0).sum().backward()
+    assert values(heads.first.weight.grad, heads.second.weight.grad) == [[2.0], [1.0]]
+    assert heads.never.weight.grad is None
+
+
+# --- trainings --------------------------------------------------------------------------------------------------------
+
+TRAININGS = {
+    "plain": {},
+    "delay": {"delay_allreduce": True},
+    "accumulation": {"blocks": 3},
+    "accumulation-no-sync": {"blocks": 3, "no_sync": True},
+    "fused-accumulation": {"blocks": 2, "fused": True, "delay_allreduce": True},
+}
+trained_at = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+
+
+def batch(step, block, rank):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + 10 * block + rank))
+
+
+def masters_after(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm=True):
+    """The masters after four steps on the batches of ``ranks``, ``blocks`` backward passes for each step."""
+    torch.manual_seed(RANK if wrap else 0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Linear(8, 2))
+    sgd = optimizers.FusedSGD if fused else torch.optim.SGD
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    wrapped = wrap(model) if wrap else model
+    for step in range(4):
+        optimizer.zero_grad()
+        for block in range(blocks):
+            last = block == blocks - 1
+            with wrapped.no_sync() if no_sync and not last else contextlib.nullcontext():
+                loss = sum(wrapped(batch(step, block, r)).float().square().mean() for r in ranks)
+                with amp.scale_loss(loss / blocks / len(ranks), optimizer, delay_unscale=not last) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().double().flatten() for p in amp.master_params(optimizer)])
+    amp.reset()
+    return weights
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("level", TRAINED_AT)
-def test_a_training_is_that_of_torchs_wrapper(two, level, name):
-    (ours, torchs), (others, _) = two(f"trained-{level}-{name}")
-    assert torch.equal(ours, torchs)
-    assert torch.equal(ours, others)
+@trained_at
+@on_ranks(2)
+def test_a_training_is_that_of_torchs_wrapper(level, name):
+    options = dict(TRAININGS[name])
+    delay = options.pop("delay_allreduce", False)
+
+    def apexs(model):
+        return DistributedDataParallel(model, delay_allreduce=delay)
+
+    def torchs(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            how = {"broadcast_buffers": False, "find_unused_parameters": delay}
+            return nn.parallel.DistributedDataParallel(model, **how)
+
+    ours, expected = (masters_after(level, wrap, [RANK], **options) for wrap in (apexs, torchs))
     assert torch.isfinite(ours).all()
+    assert all(torch.equal(other, expected) for other in all_ranks(ours))
 
 
-@pytest.mark.parametrize("level", TRAINED_AT)
-def test_a_training_is_that_of_one_process_with_all_batches(two, level):
-    for ours, alone in two(f"one-process-{level}"):
-        # 16-bit gradients are rounded before they are joined.
-        tolerance = 1e-6 if level == "O0" else 2e-2
-        torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
+@trained_at
+@on_ranks(2)
+def test_a_training_is_that_of_one_process_with_all_batches(level):
+    ours = masters_after(level, DistributedDataParallel, [RANK], norm=False)
+    alone = masters_after(level, None, range(RANKS), norm=False)
+    # 16-bit gradients are rounded before they are joined.
+    tolerance = 1e-6 if level == "O0" else 2e-2
+    torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
 
 
-def test_construction(two):
-    for rank, found in enumerate(two("construction")):
-        refusal = found.pop("refusal")
-        assert len(refusal) == 1
-        assert refusal[0].startswith("AmpError: Incoming model is an instance of torch.nn.parallel.Distributed")
-        # A tenth of the batch mean, which is 0 on all ranks, and the rest each rank's own.
-        assert found.pop("running_mean") == pytest.approx([0.9 * rank], abs=1e-6)
-        assert found == {
-            "parameters": [[0.0]] * 4,
-            "is torch's": True,
-            "module": True,
-            "keys": [
-                *("module.0.weight", "module.0.bias", "module.1.weight", "module.1.bias"),
-                *("module.1.running_mean", "module.1.running_var", "module.1.num_batches_tracked"),
-            ],
-            "world_size": 2.0,
-            "bucket bytes": 4000,
-        }
+# --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_reducer_of_a_module(two):
-    assert two("reducer-module") == [([[5.0], [5.0]], [4.0], None)] * 2
+@on_ranks(2)
+def test_construction():
+    """What a wrapper is, and what it does to parameters and buffers, which hold the rank before. It prints nothing."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for tensor in [*model.parameters(), *model[1].buffers()]:
+        tensor.data.fill_(RANK)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        wrapped = DistributedDataParallel(model, message_size=1000, prof=True, retain_allreduce_buffers=True)
+        wrapped(torch.ones(4, 2))
+    assert printed.getvalue() == ""
+    with pytest.raises(AmpError, match="^Incoming model is an instance of torch.nn.parallel.Distributed"):
+        amp.initialize(wrapped, opt_level="O1", verbosity=0)
+    assert values(*model.parameters()) == [[0.0]] * 4
+    # A tenth of the batch mean, which is 0 on all ranks, and the rest each rank's own.
+    assert model[1].running_mean.tolist() == pytest.approx([0.9 * RANK] * 2, abs=1e-6)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert wrapped.module is model
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+    assert (wrapped.world_size, wrapped.bucket_bytes_cap) == (2.0, 4000)
 
 
-def test_reducer_of_gradients(two):
-    assert two("reducer-gradients") == [[[4.0]] * len(DTYPES)] * 2
+@on_ranks(2)
+def test_reducer_of_a_module():
+    model = ones_model()
+    for p in model.parameters():
+        nn.init.constant_(p, RANK + 5.0)
+    reducer = Reducer(model)
+    model.weight.grad = torch.full_like(model.weight, 2.0 + 4.0 * RANK)
+    reducer.reduce()
+    assert values(*model.parameters(), model.weight.grad) == [[5.0], [5.0], [4.0]]
+    assert model.bias.grad is None
 
 
-def test_flat_calls(two):
-    assert two("flat") == [([[1.0], [1.0]], [2.0])] * 2
+@on_ranks(2)
+def test_reducer_of_gradients():
+    grads = [torch.full((2, i + 1), 2.0 + 4.0 * RANK, dtype=dtype) for i, dtype in enumerate(DTYPES)]
+    Reducer([grads[0], {"not": "a tensor"}, (grads[1], [grads[2]]), grads[3], 5]).reduce()
+    assert values(*grads) == [[4.0]] * len(DTYPES)
 
 
-def test_nothing_is_printed_but_what_torch_says_of_its_flag(two):
-    lines = [line for output in two.printed for line in output.splitlines()]
-    assert [line for line in lines if "find_unused_parameters=True" not in line] == []
+@on_ranks(2)
+def test_flat_calls():
+    tensors = [torch.full((2, 2), float(RANK)), torch.full((3,), RANK, dtype=torch.bfloat16)]
+    flat_dist_call(tensors, dist.broadcast, (RANKS - 1,))
+    summed = [torch.full((2,), 4.0 * RANK)]
+    flat_dist_call(summed, dist.all_reduce)
+    assert values(*tensors, *summed) == [[1.0], [1.0], [2.0]]  # a sum is averaged
 
 
 @pytest.mark.parametrize(
@@ -135,8 +268,4 @@ def test_without_a_process_group():
 
 
 def test_reduce_op_is_torchs():
-    assert ReduceOp is torch.distributed.ReduceOp
-
-
-def test_scenarios_are_all_looked_at():
-    assert len(ddp_scenarios.SCENARIOS) == len(HOOKS) * len(DTYPES) + len(TRAINED_AT) * (len(TRAININGS) + 1) + 11
+    assert ReduceOp is dist.ReduceOp

@@ -1,19 +1,32 @@
 """apex.parallel.SyncBatchNorm on two processes against torch's BatchNorm on the whole batch; convert_syncbn_model."""
 
-import parallel_ranks
+import re
+
+import apex_on_ranks  # noqa: F401
 import pytest
 import torch
-from apex.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as Optimized
 from apex.parallel.sync_batchnorm import SyncBatchNorm as Fallback
-from syncbn_scenarios import DTYPES, OPTIONS, SHAPES, SPLITS, norm_of, whole
+from rank_processes import RANK, all_ranks, on_ranks
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampctx import AmpAssertionError, AmpValueError, amp
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return parallel_ranks.run("syncbn_scenarios", tmp_path_factory.mktemp("two"))
+SHAPES = {"2d": (8, 5), "3d": (8, 5, 3), "4d": (8, 5, 4, 2)}
+# Where rank 0's share of the batch ends.
+SPLITS = {"even": 4, "uneven": 3, "empty": 8}
+OPTIONS = {
+    "default": {},
+    "cumulative": {"momentum": None},
+    "no-affine": {"affine": False},
+    "no-running": {"track_running_stats": False},
+    "channel-last": {"channel_last": True},
+    "relu": {"fuse_relu": True},
+}
+# 16-bit results are computed in fp32 and rounded once.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 class BatchNorm(_BatchNorm):
@@ -23,93 +36,126 @@ class BatchNorm(_BatchNorm):
         pass
 
 
-def on_the_whole_batch(shape, dtype, options, add=False):
-    """As ``syncbn_scenarios.steps``, by one process, in fp64."""
-    relu = torch.relu if options.get("fuse_relu") else lambda x: x
-    own = {name: value for name, value in options.items() if name not in ("channel_last", "fuse_relu")}
-    norm = norm_of(BatchNorm, dtype, **own).double()
-    found = {"out": [], "grad": [], "z_grad": []}
-    for step in range(2):
-        x, z, grad = (t.double() for t in whole(shape, dtype, step))
-        x.requires_grad_(), z.requires_grad_()
-        out = relu(norm(x) + (z if add else 0))
+def whole(shape, dtype, step):
+    """Input, what is added behind the norm, and the gradient of the output, in the layout [N, C, *]."""
+    generator = torch.Generator().manual_seed(step)
+    x, z, grad = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+    # Far from 0, so that a variance from the mean of squares would be wrong.
+    return (30.0 + 2.0 * x).to(dtype), z.to(dtype), grad.to(dtype)
+
+
+def norm_of(kind, dtype, **options):
+    norm = kind(5, **options).to(torch.promote_types(dtype, torch.float32))
+    for p in norm.parameters():
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    return norm
+
+
+def steps(norm, forward, batches):
+    """Outputs and gradients of two steps of training, and the output of an evaluation where there are statistics."""
+    found = []
+    for x, z, grad in batches[:2]:
+        out = forward(x.requires_grad_(), z.requires_grad_())
         out.backward(grad)
-        for name, tensor in {"out": out.detach(), "grad": x.grad, "z_grad": z.grad if add else z.detach() * 0}.items():
-            found[name].append(tensor)
+        found += [out.detach(), x.grad, *([] if z.grad is None else [z.grad])]
     norm.eval()
-    if norm.track_running_stats:
-        found["eval"] = relu(norm(whole(shape, dtype, 2)[0].double()))
-    found["params"] = {name: p.grad for name, p in norm.named_parameters()}
-    found["buffers"] = dict(norm.named_buffers())
-    return found
+    return [*found, forward(*batches[2][:2]).detach()] if norm.track_running_stats else found
 
 
-# 16-bit results are computed in fp32 and rounded once.
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+def check(shape, dtype, split, options, add=False):
+    """This rank's share of all that one process makes of the whole batch in fp64."""
+    rows = slice(split) if RANK == 0 else slice(split, None)
+    own = {name: value for name, value in options.items() if name not in ("channel_last", "fuse_relu")}
+    norm, plain = norm_of(SyncBatchNorm, dtype, **options), norm_of(BatchNorm, dtype, **own).double()
+    relu = torch.relu if norm.fuse_relu else nn.Identity()
 
+    def ours(x, z):
+        if not norm.channel_last:
+            return norm(x, z) if add else norm(x)
+        return norm(*(t.movedim(1, -1) for t in ((x, z) if add else (x,)))).movedim(-1, 1)
 
-def check(ranks, shape, dtype, options, add=False):
-    first, second = ranks
-    expected = on_the_whole_batch(shape, dtype, options, add)
+    def theirs(x, z):
+        return relu(plain(x) + z if add else plain(x))
+
+    batches = [whole(shape, dtype, step) for step in range(3)]
+    found = steps(norm, ours, [[t[rows] for t in tensors] for tensors in batches])
+    expected = steps(plain, theirs, [[t.double() for t in tensors] for tensors in batches])
     bound = {"rtol": BOUNDS[dtype], "atol": BOUNDS[dtype], "check_dtype": False}
-    for name in ("out", "grad", "z_grad"):
-        for ours, wanted in zip(zip(first[name], second[name], strict=True), expected[name], strict=True):
-            torch.testing.assert_close(torch.cat(ours), wanted, **bound)
-    if "eval" in expected:
-        torch.testing.assert_close(torch.cat([first["eval"], second["eval"]]), expected["eval"], **bound)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, wanted[rows], **bound)
     # Each rank has its part of the gradients of weight and bias, and all of the statistics.
-    assert first["params"].keys() == expected["params"].keys()
-    for name, wanted in expected["params"].items():
-        torch.testing.assert_close(first["params"][name] + second["params"][name], wanted, **bound)
-    assert first["buffers"].keys() == expected["buffers"].keys()
-    for name, wanted in expected["buffers"].items():
-        assert torch.equal(first["buffers"][name], second["buffers"][name])
-        torch.testing.assert_close(first["buffers"][name], wanted, **bound)
+    for (name, p), (other, q) in zip(norm.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(sum(all_ranks(p.grad)), q.grad, **bound)
+    for (name, t), (other, wanted) in zip(norm.named_buffers(), plain.named_buffers(), strict=True):
+        assert name == other
+        assert all(torch.equal(t, of_rank) for of_rank in all_ranks(t))
+        torch.testing.assert_close(t, wanted, **bound)
 
 
 @pytest.mark.full(but=20)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shares_are_one_batch(ranks, shape, split, options):
-    check(ranks(f"{shape}-{split}-{options}"), SHAPES[shape], torch.float32, OPTIONS[options])
+@on_ranks(2)
+def test_shares_are_one_batch(shape, split, options):
+    check(SHAPES[shape], torch.float32, SPLITS[split], OPTIONS[options])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_types(ranks, dtype):
-    check(ranks(dtype), SHAPES["4d"], DTYPES[dtype], {})
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@on_ranks(2)
+def test_types(dtype):
+    check(SHAPES["4d"], dtype, 3, {})
 
 
-def test_z_is_added_before_the_relu(ranks):
-    check(ranks("z"), SHAPES["4d"], torch.float32, {"channel_last": True, "fuse_relu": True}, add=True)
+@on_ranks(2)
+def test_z_is_added_before_the_relu():
+    check(SHAPES["4d"], torch.float32, 3, {"channel_last": True, "fuse_relu": True}, add=True)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_training(ranks, level):
-    (weights, buffers), (others, other_buffers) = ranks(f"training-{level}")
-    for a, b in zip([*weights, *buffers.values()], [*others, *other_buffers.values()], strict=True):
-        assert torch.equal(a, b)
-        assert torch.isfinite(a).all()
-    assert buffers["running_mean"].dtype == torch.float32
-    assert buffers["num_batches_tracked"].item() == 3
+@on_ranks(2)
+def test_training(level):
+    """Of a converted model in apex's wrapper: weights and all buffers are the same on the ranks."""
+    torch.manual_seed(0)
+    model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    for step in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + RANK))
+        optimizer.zero_grad()
+        with amp.scale_loss(wrapped(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    for t in [*(p.detach() for p in amp.master_params(optimizer)), *model[1].buffers()]:
+        assert torch.isfinite(t).all()
+        assert all(torch.equal(t, of_rank) for of_rank in all_ranks(t))
+    amp.reset()
+    assert model[1].running_mean.dtype == torch.float32
+    assert model[1].num_batches_tracked == 3
 
 
 @pytest.mark.parametrize(("size", "means"), [(0, [3.0, 3.0]), (1, [2.0, 4.0]), (2, [3.0, 3.0])])
-def test_groups(ranks, size, means):
-    assert ranks(f"groups-{size}") == means
+@on_ranks(2)
+def test_groups(size, means):
+    """The mean that each rank learns from inputs of 2 and 4."""
+    norm = SyncBatchNorm(1, momentum=1.0, process_group=create_syncbn_process_group(size))
+    norm(torch.full((2, 1), 2.0 + 2.0 * RANK))
+    assert norm.running_mean.item() == means[RANK]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "message"),
-    [
-        ("bad-group", "AmpAssertionError: group_size 3 does not divide the 2 ranks"),
-        ("one-value", "AmpValueError: Expected more than 1 value per channel when training, got 1 over all ranks"),
-        ("channels", "AmpValueError: expected 5 channels, got 6 in an input of (4, 6)"),
-        ("dimensions", "ValueError: expected at least 2D input (got 1D input)"),
-    ],
-)
-def test_errors(ranks, scenario, message):
-    assert ranks(scenario) == [message] * 2
+@on_ranks(2)
+def test_errors():
+    with pytest.raises(AmpAssertionError, match="^group_size 3 does not divide the 2 ranks$"):
+        create_syncbn_process_group(3)
+    with pytest.raises(AmpValueError, match="^Expected more than 1 value per channel when training, got 1 over all ra"):
+        SyncBatchNorm(5)(torch.randn(1 - RANK, 5))
+    with pytest.raises(AmpValueError, match=re.escape("expected 5 channels, got 6 in an input of (4, 6)")):
+        SyncBatchNorm(5)(torch.randn(4, 6))
+    with pytest.raises(ValueError, match=re.escape("expected at least 2D input (got 1D input)")):
+        SyncBatchNorm(5)(torch.randn(5))
 
 
 def test_no_group_without_a_process_group():

@@ -1,7 +1,6 @@
 """Optimizers that programs derive from apex's, with a step of their own over apex's kernels."""
 
-import subprocess
-import sys
+from functools import partial
 
 import amp_C
 import pytest
@@ -9,6 +8,8 @@ import torch
 from apex.amp import _amp_state
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from kit import start, train
+from processes import output
 from torch import nn
 
 from ampctx import amp, optimizers
@@ -89,8 +90,7 @@ after = [hasattr(*name) for name in names]
 uninstall_apex()
 print(before, after, [hasattr(*name) for name in names])
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stdout) == (0, "[False, False] [True, True] [False, False]\n"), run.stderr
+    assert output("-c", program) == "[False, False] [True, True] [False, False]\n"
 
 
 def test_a_copy_and_a_pickle_have_the_kernels(tmp_path):
@@ -111,18 +111,10 @@ def test_what_a_program_writes_into_the_flag_stops_no_step():
     assert not p.detach().eq(1.0).any()
 
 
-def trained(kind, level, overflow_at, steps=8):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-    _amp_state.loss_scalers[0]._loss_scale = 1024.0
-    for i in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(4, 3) * (torch.inf if i == overflow_at else 1.0)
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+def trained(kind, level, overflow_at):
+    make = partial(kind, lr=0.1, weight_decay=0.01)
+    model, optimizer = start(amp, level, make, loss_scale="dynamic", max_loss_scale=1024.0)
+    train(amp, model, optimizer, 8, overflow_at=(overflow_at,))
     scale = _amp_state.loss_scalers[0].loss_scale()
     result = [p.detach().clone() for p in amp.master_params(optimizer)], [p.detach() for p in model.parameters()], scale
     amp.reset()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ampctx_apex import install
-from ampctx_apex.install import ApexImportError, refused
+from ampctx_apex.install import refused
 from ampctx_apex.names import NAMES
 
 from ampctx import AmpNotImplementedError, AmpValueError
@@ -82,26 +82,6 @@ def test_a_module_that_apex_never_had_is_not_there():
 
 # --- at the import ----------------------------------------------------------------------------------------------------
 
-# As NeMo, Megatron-LM, and others look for apex.
-PROBES = {
-    "a module of a package": "from apex.transformer import parallel_state",
-    "the package": "import apex.transformer",
-    "of apex": "from apex import transformer",
-    "deep": "from apex.transformer.pipeline_parallel.utils import get_num_microbatches",
-    "contrib": "from apex.contrib.group_norm import GroupNorm",
-    "of contrib": "from apex.contrib import fmha",
-    "an optimizer": "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam",
-    "an optimizer of the package": "from apex.contrib.optimizers import DistributedFusedAdam",
-}
-
-
-@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
-@pytest.mark.parametrize("caught", [ImportError, ModuleNotFoundError, AmpNotImplementedError])
-def test_a_program_that_probes_learns_that_it_is_not_there(probe, caught):
-    with pytest.raises(caught, match=r"^apex\.\S+ is not supported by ampctx. Use .*(Megatron|torch)") as error:
-        exec(probe, {})
-    assert type(error.value) is ApexImportError
-
 
 def test_the_attribute_is_not_there_either():
     import apex
@@ -152,9 +132,7 @@ def test_bad_values(not_installed, monkeypatch):
     with pytest.raises(AmpValueError, match="^install_apex: AMPCTX_APEX_REFUSE is '1', expected 'import' or 'call'"):
         install.install_apex()
     assert install._finders == []
-
-
-def test_a_wrong_choice_is_an_error_after_the_first_call_too():
-    install.install_apex()
+    monkeypatch.delenv("AMPCTX_APEX_REFUSE")
+    install.install_apex()  # a wrong choice is an error after the first call, too
     with pytest.raises(AmpValueError, match="^install_apex: refuse is 'never', expected 'import' or 'call'"):
         install.install_apex(refuse="never")

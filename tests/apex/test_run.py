@@ -2,30 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import HERE, ROOT, output, python
 
-ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "apex_digits.py"
-HERE = os.pathsep.join([str(ROOT), str(ROOT / "ampctx-apex")])
-
-
-def python(*arguments, cwd, stdin=None, **environment):
-    """A Python process with the package of this tree on its path; warnings are errors."""
-    env = {k: v for k, v in os.environ.items() if k not in ("AMPCTX_APEX", "PYTHONPATH")}
-    env |= {"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-W", "error", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=300)
-
-
-def output(done):
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+RUN = ("-m", "ampctx_apex", "run")
 
 
 @pytest.fixture
@@ -49,19 +32,24 @@ from apex import amp
 print(__name__, sys.argv[1:], sys.path[0])
 print(type(amp.initialize.__self__).__module__.partition('.')[0])
 """
+# What is run, and the first folder on the program's path.
+WAYS = {
+    "script": ("{}/package/train.py", "package"),
+    "module": ("-m package.train", "."),
+    "directory": ("{}/package", "package"),
+    "stdin": ("-", ""),
+}
 
 
-def test_run_script(program, tmp_path):
-    path = program(SAYS)
-    lines = output(python("-m", "ampctx_apex", "run", path, "--lr", "-m", "-h", cwd=ROOT)).splitlines()
-    assert lines == [f"__main__ ['--lr', '-m', '-h'] {tmp_path}", "ampctx"]
-
-
-def test_run_module(program, tmp_path):
-    program("", "package/__init__.py")
-    program(SAYS, "package/train.py")
-    lines = output(python("-m", "ampctx_apex", "run", "-m", "package.train", "x", cwd=tmp_path)).splitlines()
-    assert lines == [f"__main__ ['x'] {tmp_path}", "ampctx"]
+@pytest.mark.parametrize(
+    "way", ["script", "module", *(pytest.param(way, marks=pytest.mark.full) for way in ("directory", "stdin"))]
+)
+def test_every_way_to_run_a_program(program, tmp_path, way):
+    for name in ("train", "__main__"):
+        program(SAYS, f"package/{name}.py")
+    what, first = WAYS[way]
+    lines = output(*RUN, *what.format(tmp_path).split(), "--lr", "-m", "-h", cwd=tmp_path, stdin=SAYS).splitlines()
+    assert lines == [f"__main__ ['--lr', '-m', '-h'] {tmp_path / first if first else ''}", "ampctx"]
 
 
 @pytest.mark.full(but=1)
@@ -69,7 +57,7 @@ def test_run_module(program, tmp_path):
     ("end", "code"), [("sys.exit(7)", 7), ("sys.exit('wrong')", 1), ("raise KeyError('gone')", 1), ("", 0)]
 )
 def test_the_exit_code_of_the_program_goes_through(program, end, code):
-    done = python("-m", "ampctx_apex", "run", program(f"import sys\n{end}\n"), cwd=ROOT)
+    done = python(*RUN, program(f"import sys\n{end}\n"))
     assert done.returncode == code
     assert ("wrong" in done.stderr) == ("wrong" in end)
     assert ("KeyError: 'gone'" in done.stderr) == ("gone" in end)
@@ -86,23 +74,10 @@ def test_the_exit_code_of_the_program_goes_through(program, end, code):
     ids=["nothing", "no-module", "missing"],
 )
 def test_what_cannot_be_run_is_said(tmp_path, arguments, message):
-    done = python("-m", "ampctx_apex", "run", *arguments, cwd=tmp_path)
+    done = python(*RUN, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.full
-def test_run_directory(program, tmp_path):
-    path = program(SAYS, "tool/__main__.py").parent
-    lines = output(python("-m", "ampctx_apex", "run", path, "x", cwd=ROOT)).splitlines()
-    assert lines == [f"__main__ ['x'] {path}", "ampctx"]
-
-
-@pytest.mark.full
-def test_run_stdin(tmp_path):
-    done = python("-m", "ampctx_apex", "run", "-", "x", cwd=tmp_path, stdin=SAYS)
-    assert output(done).splitlines() == ["__main__ ['x'] ", "ampctx"]
 
 
 # --- beside an installed apex -----------------------------------------------------------------------------------------
@@ -110,7 +85,7 @@ def test_run_stdin(tmp_path):
 
 @pytest.fixture
 def newer_apex(program, tmp_path):
-    """An apex without amp, as it is since May 2025: its own modules, and an __init__ that imports them."""
+    """A path with an apex without amp, as it is since May 2025: its own modules, and an __init__ that imports them."""
     program("from . import optimizers, transformer", "site/apex/__init__.py")
     program("FusedAdam = 'theirs'", "site/apex/optimizers/__init__.py")
     program("LAMB = 'theirs'", "site/apex/optimizers/distributed_lamb.py")
@@ -118,7 +93,7 @@ def newer_apex(program, tmp_path):
     program("import apex\nLayer = f'a layer of {apex.__name__}'", "site/apex/transformer/layers.py")
     program("", "site/apex/contrib/__init__.py")
     program("SelfMultiheadAttn = 'theirs'", "site/apex/contrib/multihead_attn.py")
-    return tmp_path / "site"
+    return os.pathsep.join([str(tmp_path / "site"), HERE])
 
 
 BESIDE = """
@@ -134,18 +109,16 @@ print(amp.__name__, FusedAdam.__module__, transformer.Layer, apex.transformer.La
 
 
 @pytest.mark.full
-def test_modules_of_a_newer_apex_stay_reachable(program, newer_apex):
-    path = os.pathsep.join([str(newer_apex), HERE])
-    assert output(python(program(BESIDE), cwd=ROOT, PYTHONPATH=path)) == (
+def test_modules_of_a_newer_apex_stay_reachable(newer_apex):
+    assert output("-c", BESIDE, PYTHONPATH=newer_apex) == (
         "apex.amp; ampctx.optimizers.fused_adam; a layer of apex; a layer of apex; theirs; theirs\n"
     )
 
 
-def test_an_apex_that_was_imported_before_is_named(program, newer_apex):
-    code = "import apex, ampctx_apex\nampctx_apex.install_apex()"
-    done = python(program(code), cwd=ROOT, PYTHONPATH=os.pathsep.join([str(newer_apex), HERE]))
+def test_an_apex_that_was_imported_before_is_named(newer_apex, tmp_path):
+    done = python("-c", "import apex, ampctx_apex\nampctx_apex.install_apex()", PYTHONPATH=newer_apex)
     assert done.returncode == 1
-    assert f"apex is already imported, from {newer_apex / 'apex' / '__init__.py'}" in done.stderr
+    assert f"apex is already imported, from {tmp_path / 'site' / 'apex' / '__init__.py'}" in done.stderr
 
 
 INSTALLING = """
@@ -170,8 +143,8 @@ print(amp.initialize == initialize)
 """
 
 
-def test_install_and_uninstall(program):
-    assert output(python(program(INSTALLING), cwd=ROOT, AMPCTX_APEX="0")) == "No module named 'apex'\nTrue\n"
+def test_install_and_uninstall():
+    assert output("-c", INSTALLING, AMPCTX_APEX="0") == "No module named 'apex'\nTrue\n"
 
 
 # --- a whole program --------------------------------------------------------------------------------------------------
@@ -187,7 +160,7 @@ def epochs(done):
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
-    lines = epochs(python("-m", "ampctx_apex", "run", DIGITS, "--opt-level", level, "--sync-bn", cwd=tmp_path))
+    lines = epochs(python(*RUN, DIGITS, "--opt-level", level, "--sync-bn", cwd=tmp_path))
     assert [n for n, _, _ in lines] == [1, 2, 3, 4, 5]
     assert lines[-1][1] > 96
 
@@ -195,7 +168,7 @@ def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
 @pytest.mark.full
 def test_a_program_for_apex_resumes(tmp_path):
     def run(*arguments):
-        return epochs(python("-m", "ampctx_apex", "run", DIGITS, *arguments, cwd=tmp_path))
+        return epochs(python(*RUN, DIGITS, *arguments, cwd=tmp_path))
 
     run("--epochs", "1", "--checkpoint", "c.pt", "--loss-scale", "dynamic")
     lines = run("--epochs", "2", "--resume", "c.pt")
@@ -205,12 +178,10 @@ def test_a_program_for_apex_resumes(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher", [("-m", "torch.distributed.run"), ("-m", "ampctx_apex", "run", "-m", "torch.distributed.run")]
-)
+@pytest.mark.parametrize("launcher", [("-m", "torch.distributed.run"), (*RUN, "-m", "torch.distributed.run")])
 def test_a_program_for_apex_trains_in_two_processes(tmp_path, launcher):
     torchrun = [*launcher, "--nproc-per-node", "2", "--standalone"]
-    program = [DIGITS] if "ampctx_apex" in launcher else ["-m", "ampctx_apex", "run", DIGITS]
+    program = [DIGITS] if "ampctx_apex" in launcher else [*RUN, DIGITS]
     lines = epochs(python(*torchrun, *program, "--sync-bn", "--epochs", "3", cwd=tmp_path))
     assert [n for n, _, _ in lines] == [1, 2, 3]
     assert lines[-1][1] > 93

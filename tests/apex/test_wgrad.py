@@ -35,22 +35,13 @@ def assert_near(got, wanted):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(F32, F32), (F16, F32), (B16, F32), (F16, F16), (B16, B16)], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS, ids=str)
-def test_fp32(tokens, dtype, device):
-    x, dy, main_grad = case(tokens, dtype, F32, device)
+def test_accumulation(tokens, dtype, grad_dtype, device):
+    x, dy, main_grad = case(tokens, dtype, grad_dtype, device)
     wanted = exact(x, dy, main_grad)
-    assert wgrad.wgrad_gemm_accum_fp32(x, dy, main_grad) is None
-    assert_near(main_grad, wanted)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [F16, B16], ids=str)
-@pytest.mark.parametrize("tokens", TOKENS, ids=str)
-def test_fp16(tokens, dtype, device):
-    x, dy, main_grad = case(tokens, dtype, dtype, device)
-    wanted = exact(x, dy, main_grad)
-    assert wgrad.wgrad_gemm_accum_fp16(x, dy, main_grad) is None
+    add = wgrad.wgrad_gemm_accum_fp32 if grad_dtype == F32 else wgrad.wgrad_gemm_accum_fp16
+    assert add(x, dy, main_grad) is None
     assert_near(main_grad, wanted)
 
 

@@ -1,15 +1,17 @@
-"""Optimizers by name, parameters for them, and each optimizer's formula written out once more in plain torch."""
+"""Optimizers by name, and parameters for them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from kit import OPTIMIZERS, muon, params_of
+from kit import OPTIMIZERS, assert_same, muon, params_of, snapshot
 from torch import Tensor, nn
+
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
@@ -25,6 +27,13 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "lion": partial(OPTIMIZERS["FusedLion"], weight_decay=0.1),
     "muon": muon,
     "mixed-lamb": OPTIMIZERS["FusedMixedPrecisionLamb"],
+}
+# And what steps in another way.
+STEPPED_BY: dict[str, Callable[..., Any]] = {
+    **BY_NAME,
+    "offload": partial(FusedAdam, offload="cpu"),
+    "split-masters": partial(SplitMasters, torch.optim.AdamW),
+    "larc": lambda params: LARC(FusedSGD(params, lr=0.1)),
 }
 # Dtypes of parameters, and how an optimizer keeps what they round off.
 MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -95,106 +104,99 @@ def run(optimizer: Any, steps: int = 3, first: int = 0) -> None:
         optimizer.step()
 
 
-# --- the formulas -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Formula:
-    """One optimizer as its paper (or apex) defines it, tensor by tensor in the type of the parameters given."""
-
-    kind: str
-    params: list[Tensor]
-    o: dict[str, Any]
-    t: int = 0
-    state: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def step(self, grads: list[Tensor]) -> None:
-        self.t += 1
-        o = self.o
-        grads = [(-g if o.get("maximize") else g).to(p.dtype) for g, p in zip(grads, self.params, strict=True)]
-        if not self.state:
-            self.state = [{} for _ in grads]
-        if self.kind == "lamb":
-            norm, most = torch.cat([g.flatten() for g in grads]).norm(), o.get("max_grad_norm", 1.0)
-            if most and norm > most:
-                grads = [g / (norm / most) for g in grads]
-        with torch.no_grad():
-            for p, g, s in zip(self.params, grads, self.state, strict=True):
-                getattr(self, self.kind)(p, g, s)
-
-    def _average(self, s: dict[str, Tensor], name: str, beta: float, value: Tensor, weight: float) -> Tensor:
-        s[name] = beta * s.get(name, torch.zeros_like(value)) + weight * value
-        return s[name]
-
-    def _corrections(self, beta1: float, beta2: float) -> tuple[float, float]:
-        return (1 - beta1**self.t, 1 - beta2**self.t) if self.o.get("bias_correction", True) else (1.0, 1.0)
-
-    def _direction(self, g: Tensor, s: dict[str, Tensor], beta3: float) -> Tensor:
-        beta1, beta2 = self.o.get("betas", (0.9, 0.999))
-        m = self._average(s, "m", beta1, g, beta3)
-        v = self._average(s, "v", beta2, g * g, 1 - beta2)
-        if self.o.get("amsgrad"):
-            v = s["max"] = torch.maximum(s.get("max", torch.zeros_like(v)), v)
-        c1, c2 = self._corrections(beta1, beta2)
-        return (m / c1) / ((v / c2).sqrt() + self.o["eps"])
-
-    def adam(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        o, wd = self.o, self.o.get("weight_decay", 0.0)
-        decoupled = o.get("adam_w_mode", True)
-        u = self._direction(g if decoupled else g + wd * p, s, 1 - o.get("betas", (0.9, 0.999))[0])
-        p -= o["lr"] * (u + wd * p if decoupled else u)
-
-    def lamb(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        o, wd = self.o, self.o.get("weight_decay", 0.01)
-        decoupled = o.get("adam_w_mode", True)
-        beta3 = 1 - o.get("betas", (0.9, 0.999))[0] if o.get("grad_averaging", True) else 1.0
-        u = self._direction(g if decoupled else g + wd * p, s, beta3)
-        u = u + wd * p if decoupled else u
-        of_p, of_u = p.norm(), u.norm()
-        scaled = (wd != 0 or o.get("use_nvlamb")) and of_p > 0 and of_u > 0
-        p -= o["lr"] * (of_p / of_u if scaled else 1.0) * u
-
-    def sgd(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        o, wd, momentum = self.o, self.o.get("weight_decay", 0.0), self.o.get("momentum", 0.0)
-        after = o.get("wd_after_momentum", False)
-        if not after:
-            g = g + wd * p
-        if momentum:
-            s["b"] = momentum * s["b"] + (1 - o.get("dampening", 0.0)) * g if "b" in s else g
-            g = g + momentum * s["b"] if o.get("nesterov") else s["b"]
-        p -= o["lr"] * (g + wd * p if after else g)
-
-    def adagrad(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        o, wd = self.o, self.o.get("weight_decay", 0.0)
-        decoupled = o.get("adagrad_w_mode", False)
-        g = g if decoupled else g + wd * p
-        s["h"] = s.get("h", torch.zeros_like(p)) + g * g
-        u = g / (s["h"].sqrt() + o["eps"])
-        p -= o["lr"] * (u + wd * p if decoupled else u)
-
-    def lion(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        o, m, (beta1, beta2) = self.o, s.get("m", torch.zeros_like(p)), self.o.get("betas", (0.9, 0.99))
-        p -= o["lr"] * (torch.sign(beta1 * m + (1 - beta1) * g) + o.get("weight_decay", 0.0) * p)
-        s["m"] = beta2 * m + (1 - beta2) * g
-
-    def novograd(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
-        if p.numel() == 0:
-            return
-        o, wd = self.o, self.o.get("weight_decay", 0.0)
-        beta1, beta2 = o.get("betas", (0.9, 0.999))
-        c1, c2 = self._corrections(beta1, beta2)
-        beta3 = 1 - beta1 if o.get("grad_averaging", True) else 1.0
-        largest = o.get("norm_type", 2) == 0
-        norm = g.abs().max() if largest else g.norm()
-        old = s.get("n", torch.zeros_like(norm) if o.get("init_zero") else norm)
-        s["n"] = beta2 * old + (1 - beta2) * norm if largest else (beta2 * old**2 + (1 - beta2) * norm**2).sqrt()
-        d = s["n"] / c2**0.5 + o["eps"]
-        if o.get("reg_inside_moment"):
-            p -= o["lr"] * self._average(s, "m", beta1, g / d + wd * p, beta3) / c1
-        else:
-            p -= o["lr"] * (self._average(s, "m", beta1, g, beta3) / c1 / d + wd * p)
+def run_alike(one: Any, other: Any, steps: int = 1, first: int = 3) -> None:
+    """Steps both: they come to the same weights and states."""
+    run(one, steps, first)
+    run(other, steps, first)
+    assert_same(snapshot(one), snapshot(other))
 
 
 def like(optimizer: Any) -> list[nn.Parameter]:
     """New parameters with the values of the optimizer's."""
     return [nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
+
+
+# --- what may change between steps ------------------------------------------------------------------------------------
+
+
+def freeze(optimizer: Any) -> None:
+    optimizer.gives = params_of(optimizer)[1:]
+    params_of(optimizer)[0].grad = None
+
+
+def cast(optimizer: Any, dtype: torch.dtype, every: int = 1) -> None:
+    for p in params_of(optimizer)[::every]:
+        p.data = p.data.to(dtype)
+        p.grad = None
+    optimizer.masters_follow_model()
+
+
+def all_in_fp64(optimizer: Any) -> None:
+    cast(optimizer, torch.float64)
+    for state in optimizer.state.values():
+        state.update({key: value if key == "step" else value.double() for key, value in state.items()})
+
+
+def replace_state_dict(optimizer: Any) -> None:
+    p = params_of(optimizer)[0]
+    optimizer.state[p] = {key: value.clone() + 1 for key, value in optimizer.state[p].items()}
+
+
+def edit_data(optimizer: Any) -> None:
+    params_of(optimizer)[0].data.mul_(1.01)
+    optimizer.masters_follow_model()
+
+
+def replace_data(optimizer: Any) -> None:
+    p = params_of(optimizer)[0]
+    p.data = torch.full_like(p, 2)
+    optimizer.masters_follow_model()  # fp32 masters do not see it by themselves
+
+
+def replace_parameter(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(3, 5))
+
+
+def remove_parameters(optimizer: Any) -> None:
+    del optimizer.param_groups[0]["params"][2:]
+
+
+def load(optimizer: Any) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] += 1
+    optimizer.load_state_dict(saved)
+
+
+def state_of_first(optimizer: Any) -> dict[str, Tensor]:
+    return optimizer.state[params_of(optimizer)[0]]
+
+
+# Of an Adam with parameters of SHAPES.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "freeze": freeze,
+    "add a group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones_like(params_of(o)[0]))], "lr": 0.5}),
+    "remove a parameter": lambda o: o.param_groups[0]["params"].pop(3),
+    "remove parameters": remove_parameters,
+    "replace a parameter": replace_parameter,
+    "reverse parameters": lambda o: o.param_groups[0]["params"].reverse(),
+    "clear the state": lambda o: o.state.clear(),
+    "remove the state of one": lambda o: o.state.pop(params_of(o)[0]),
+    "replace a state": lambda o: state_of_first(o).update(exp_avg=torch.full_like(state_of_first(o)["exp_avg"], 2)),
+    "replace a state dict": replace_state_dict,
+    "replace memory of state": lambda o: setattr(state_of_first(o)["exp_avg"], "data", torch.full((3, 5), 2.0)),
+    "replace data": replace_data,
+    "edit data": edit_data,
+    "edit a weight": lambda o: params_of(o)[0].detach().mul_(1.01),
+    "cast to fp32": lambda o: cast(o, torch.float32),
+    "cast to fp64": all_in_fp64,
+    "cast half to bf16": lambda o: cast(o, torch.bfloat16, every=2),
+    "load": load,
+    "change numbers": lambda o: o.param_groups[0].update(
+        lr=torch.tensor(0.5), weight_decay=0.5, maximize=True, eps=0.1
+    ),
+    "change the mode": lambda o: setattr(o, "adam_w_mode", 0),
+    "end amsgrad": lambda o: o.param_groups[0].update(amsgrad=False),
+    "round at random": lambda o: setattr(o, "write_back", "stochastic"),
+    "skip": lambda o: setattr(o, "found_inf", torch.ones(())),
+}

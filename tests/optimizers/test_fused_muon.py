@@ -324,6 +324,9 @@ def test_invalid_options(options, kind, message):
         with pytest.raises(kind, match=message):
             optimizer.add_param_group({"params": parameters(shapes=[(3, 4)]), **options})
         assert len(optimizer.param_groups) == 1
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        checkpoint["param_groups"][0].update(options)
+        refused(optimizer, checkpoint, kind, rf"param_groups\[0\] of the checkpoint: {message}")
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4, 5)], ids=str)

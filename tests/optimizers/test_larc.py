@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import weakref
 
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, each_copy, params_of, snapshot
 from optimizer_cases import LOW, give, gradients, parameters, run
 from torch import nn
 
@@ -161,7 +159,7 @@ def test_it_is_apexs_plain_object():
     assert repr(larc).startswith("LARC(SGD (")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_copies(copied):
     larc = LARC(INNER["sgd"](parameters()), trust_coefficient=0.1, clip=False)
     run(larc, 1)
@@ -173,7 +171,7 @@ def test_copies(copied):
     assert_same(snapshot(larc), snapshot(other))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_a_copy_under_amp_steps_its_own_parameters(copied):
     """Not the original's, through a method that amp has replaced on it."""
     model, session = torch.nn.Linear(2, 2), ampctx.AmpSession()
@@ -202,7 +200,7 @@ def test_it_supports_scaling_as_the_wrapped_one_does(name):
 @pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, ampctx.GradScaler], ids=["torch", "ampctx"])
 @pytest.mark.parametrize("name", INNER)
 def test_grad_scalers_step_it(name, scaler_type):
-    """Unscaled once, in LARC; a step that overflowed changes nothing."""
+    """Unscaled once, in LARC, which leaves what it has adapted; a step that overflowed changes nothing."""
     ours, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     larc, expected = LARC(INNER[name](ours)), LARC(INNER[name](plain))
     scaler = scaler_type("cpu", init_scale=64.0)
@@ -218,6 +216,7 @@ def test_grad_scalers_step_it(name, scaler_type):
         else:
             give(plain, grads)
             expected.step()
+            assert_same([p.grad for p in ours], [p.grad for p in plain])
     assert scaler.get_scale() == 32.0
     assert_same([p.detach() for p in ours], [p.detach() for p in plain])
     for optimizer in (larc, larc.optim):
@@ -269,6 +268,12 @@ def test_errors_come_before_anything_changes():
         AmpValueError, match=r"LARC does not support complex parameters, and param_groups\[0\]\['params'\]"
     ):
         LARC(torch.optim.SGD([z], lr=0.1)).step()
+
+    odd, plain = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), parameters(shapes=[(3,)])[0]
+    plain.grad, odd.grad = torch.ones(3), torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises(AmpValueError, match=r"LARC requires float32.*\['params'\]\[1\] is torch.float8_e4m3fn"):
+        LARC(torch.optim.SGD([plain, odd], lr=0.1)).step()
+    assert torch.equal(plain.grad, torch.ones(3))
 
 
 def test_something_that_is_no_optimizer_is_refused():

@@ -5,15 +5,14 @@ The parameters are on the CPU here, so that copies take the place of streams.
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, params_of, snapshot
-from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
+from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
+from rank_processes import flat_mesh, on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
@@ -75,57 +74,14 @@ def test_a_first_step_that_is_skipped_changes_nothing():
     assert_alike(both)
 
 
-def change_weights(optimizer):
-    with torch.no_grad():
-        params_of(optimizer)[0].mul_(1.01)
-
-
-def change_masters(optimizer):
-    params_of(optimizer)[0].data.mul_(1.01)
-    optimizer.masters_follow_model()
-
-
-def replace_data(optimizer):
-    params_of(optimizer)[0].data = params_of(optimizer)[0].data * 1.01
-    optimizer.masters_follow_model()  # fp32 masters do not see it, with or without offload
-
-
-def change_options(optimizer):
-    optimizer.param_groups[0].update(lr=torch.tensor(0.005), weight_decay=0.0)
-    optimizer.adam_w_mode = 0
-
-
-def add_group(optimizer):
-    optimizer.add_param_group({"params": parameters(torch.bfloat16, [(3, 3)], seed=1), "lr": 0.1})
-
-
-def remove_parameter(optimizer):
-    del optimizer.param_groups[0]["params"][3]
-
-
-def clear_state(optimizer):
-    optimizer.state.clear()
-
-
-def cast(optimizer):
-    for p in params_of(optimizer):
-        p.data = p.data.float()
-        p.grad = None
-
-
-CHANGES = [
-    change_weights, change_masters, replace_data, change_options, add_group, remove_parameter, clear_state, cast,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(mode, change):
     both = pair("adam", mode)
     for step in range(2):
         step_both(both, step)
     for optimizer in both:
-        change(optimizer)
+        CHANGES[change](optimizer)
     for step in range(2, 4):
         step_both(both, step)
     assert_alike(both)
@@ -162,14 +118,9 @@ def test_fp32_weights_of_both_are_shown_as_masters():
     assert_same(ours, theirs)
 
 
-def through_a_file(state, path):
-    torch.save(state, path)
-    return torch.load(path, weights_only=True)
-
-
 @pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_checkpoints_go_both_ways(name, mode, tmp_path):
+def test_checkpoints_go_both_ways(name, mode):
     both = pair(name, mode)
     for step in range(2):
         step_both(both, step)
@@ -179,23 +130,23 @@ def test_checkpoints_go_both_ways(name, mode, tmp_path):
     for optimizer, saver, state in zip(resumed, both[::-1], states[::-1], strict=True):
         for p, q in zip(params_of(optimizer), params_of(saver), strict=True):
             p.data.copy_(q)
-        optimizer.load_state_dict(through_a_file(state, tmp_path / "state.pt"))
+        optimizer.load_state_dict(through_a_file(state))
     for step in range(2, 4):
         step_both([*both, *resumed], step)
     for optimizer in (both[1], *resumed):
         assert_same(snapshot(optimizer), snapshot(both[0]))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_by_itself(duplicate):
+@each_copy
+def test_a_copy_goes_on_by_itself(copied):
     resident, offloaded = pair("adam")
     run(offloaded, 2)
-    copied, before = duplicate(offloaded), snapshot(offloaded)
-    run(copied, 2, first=2)
+    twin, before = copied(offloaded), snapshot(offloaded)
+    run(twin, 2, first=2)
     run(resident, 4)
-    assert_same(snapshot(copied), snapshot(resident))
+    assert_same(snapshot(twin), snapshot(resident))
     assert_same(snapshot(offloaded), before)
-    assert copied._offload is not offloaded._offload
+    assert twin._offload is not offloaded._offload
 
 
 # --- under amp and a GradScaler, for 100 steps ------------------------------------------------------------------------
@@ -238,11 +189,11 @@ def by_amp(level, **options):
     return run_loop
 
 
-def by_scaler(make, unscale):
+def by_scaler(kind, unscale):
     def run_loop(offload, steps):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
-        model, scaler = network().to(dtype), make()
+        model, scaler = network().to(dtype), kind("cpu", init_scale=2.0**10)
         optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
         for losses in losses_of(model, steps):
             scaler.scale(sum(losses)).backward()
@@ -257,24 +208,16 @@ def by_scaler(make, unscale):
     return run_loop
 
 
-def ours():
-    return ampctx.GradScaler("cpu", init_scale=2.0**10)
-
-
-def torchs():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-
 LOOPS = {
     "O0": by_amp("O0"),
     "O1": by_amp("O1"),
     "O2": by_amp("O2", master_weights=False),
     "O4": by_amp("O4"),
     "O5": by_amp("O5", master_weights=False),
-    "ours": by_scaler(ours, False),
-    "ours, clipped": by_scaler(ours, True),
-    "torch's": by_scaler(torchs, False),
-    "torch's, clipped": by_scaler(torchs, True),
+    "ours": by_scaler(ampctx.GradScaler, False),
+    "ours, clipped": by_scaler(ampctx.GradScaler, True),
+    "torch's": by_scaler(torch.amp.GradScaler, False),
+    "torch's, clipped": by_scaler(torch.amp.GradScaler, True),
 }
 
 
@@ -296,31 +239,6 @@ def test_amp_counts_a_skip_and_names_its_gradients():
     assert outcome.skipped
     assert outcome.culprits[0].name == "0.weight"
     session.reset()
-
-
-@pytest.mark.parametrize("there", [None, "cpu"])
-def test_a_state_by_names_goes_both_ways(there):
-    def trained(offload, steps, state=None):
-        model, session = network(), AmpSession()
-        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights="split", offload=offload)
-        session.initialize(model, optimizer, opt_level="O5", master_weights=False, verbosity=0)
-        if state is not None:
-            session.set_state_dict(model, optimizer, state)
-        for loss, _ in losses_of(model, steps):
-            if loss.isfinite():
-                backward(session, loss, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-        found = snapshot(optimizer), copy.deepcopy(session.get_state_dict(model, optimizer))
-        session.reset()
-        return found
-
-    _, saved = trained(there, 4)
-    here = "cpu" if there is None else None
-    assert_same(trained(here, 3, saved)[0], trained(there, 3, saved)[0])
-    assert_same(
-        trained(there, 0)[1]["optim"]["0.weight"]["exp_avg"], trained(here, 0)[1]["optim"]["0.weight"]["exp_avg"]
-    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -373,18 +291,11 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     assert params_of(optimizer) == [few]
 
 
-def test_a_dtensor_is_refused(tmp_path):
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)]))
-        with pytest.raises(
-            ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"
-        ):
-            FusedAdam([p], offload="cpu")
-    finally:
-        torch.distributed.destroy_process_group()
+@on_ranks(1)
+def test_a_dtensor_is_refused():
+    p = nn.Parameter(distribute_tensor(torch.ones(4), flat_mesh(), [Shard(0)]))
+    with pytest.raises(ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"):
+        FusedAdam([p], offload="cpu")
 
 
 def test_a_compiled_step_leaves_the_graph():

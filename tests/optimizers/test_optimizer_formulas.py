@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import LOW, Formula, give, gradients, parameters
+from formulas import Formula
+from optimizer_cases import LOW, give, gradients, parameters
 
 from ampctx.optimizers import (
     FusedAdagrad,

@@ -20,6 +20,19 @@ def masters_of(optimizer):
     return [m for group in optimizer.param_groups_master for m in group["params"]]
 
 
+def beside_fp32(ours, optimizer, make, steps):
+    """Steps them, and copies in fp32 on the same gradients by another optimizer. Returns the copies."""
+    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
+    reference = make(fp32)
+    for step in range(steps):
+        grads = gradients(ours, step)
+        give(ours, grads)
+        give(fp32, [g.float() for g in grads])
+        optimizer.step()
+        reference.step()
+    return fp32
+
+
 # --- masters ----------------------------------------------------------------------------------------------------------
 
 
@@ -27,14 +40,8 @@ def masters_of(optimizer):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_masters_are_an_fp32_run_and_weights_are_their_rounding(name, dtype):
     ours = parameters(dtype)
-    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
-    optimizer, reference = with_masters(name, ours), BY_NAME[name](fp32)
-    for step in range(5):
-        grads = gradients(ours, step)
-        give(ours, grads)
-        give(fp32, [g.float() for g in grads])
-        optimizer.step()
-        reference.step()
+    optimizer = with_masters(name, ours)
+    fp32 = beside_fp32(ours, optimizer, BY_NAME[name], 5)
     assert_same([m.detach() for m in masters_of(optimizer)], [p.detach() for p in fp32])
     assert_same([p.detach() for p in ours], [p.detach().to(dtype) for p in fp32])
     assert optimizer.state[ours[0]].keys() == {"step", "master_param"} | STATE[name]
@@ -192,14 +199,8 @@ def test_unchanged_weights_cost_no_pass(mode, monkeypatch):
 @pytest.mark.parametrize("name", OWN_MASTERS)
 def test_split_is_an_fp32_run_bit_for_bit(name):
     ours = parameters(BF16)
-    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
-    optimizer, reference = BY_NAME[name](ours, master_weights="split"), BY_NAME[name](fp32)
-    for step in range(20):
-        grads = gradients(ours, step)
-        give(ours, grads)
-        give(fp32, [g.float() for g in grads])
-        optimizer.step()
-        reference.step()
+    optimizer = BY_NAME[name](ours, master_weights="split")
+    fp32 = beside_fp32(ours, optimizer, BY_NAME[name], 20)
     whole = [join(p.detach(), optimizer.state[p]["remainder"]) for p in ours]
     assert_same(whole, [p.detach() for p in fp32])
     assert_same(masters_of(optimizer), whole)
@@ -249,14 +250,8 @@ def test_split_of_fp16_is_refused_with_the_name():
 def test_write_backs_without_masters(name, write_back, dtype):
     """Close to an fp32 run, with fp32 state, and nothing kept that is not needed."""
     ours = parameters(dtype)
-    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
-    optimizer, reference = BY_NAME[name](ours, write_back=write_back), BY_NAME[name](fp32)
-    for step in range(3):
-        grads = gradients(ours, step)
-        give(ours, grads)
-        give(fp32, [g.float() for g in grads])
-        optimizer.step()
-        reference.step()
+    optimizer = BY_NAME[name](ours, write_back=write_back)
+    fp32 = beside_fp32(ours, optimizer, BY_NAME[name], 3)
     ulp = torch.finfo(dtype).eps
     for p, q in zip(ours, fp32, strict=True):
         torch.testing.assert_close(p.detach().float(), q.detach(), rtol=3 * ulp, atol=3 * ulp)

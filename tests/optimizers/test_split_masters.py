@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import pickle
+from functools import partial
 
 import pytest
 import torch
-from kit import assert_same, backward, params_of
+from kit import INF, assert_same, batch, each_copy, params_of, start, through_a_file, train
 from optimizer_cases import give, gradients, parameters
+from rank_processes import flat_mesh, on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
-from ampctx.amp import AmpSession
 from ampctx.optimizers import FusedAdam, SplitMasters
 
 KINDS = {
@@ -143,14 +144,13 @@ def test_a_changed_weight_counts():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
+def test_a_checkpoint_resumes_to_the_bit(name):
     plain, ours = pair(name)
     step_both(plain, ours, 2)
-    torch.save(ours.state_dict(), tmp_path / "state.pt")
     _, resumed = pair(name)
     for p, q in zip(params_of(resumed), params_of(ours), strict=True):
         p.data.copy_(q)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load_state_dict(through_a_file(ours.state_dict()))
     step_both(plain, resumed, 2, first=2)
     assert_alike(plain, resumed)
 
@@ -165,13 +165,13 @@ def test_the_class_loads_its_state_and_the_other_way():
         assert_same(states(optimizer), states(plain))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_by_itself(duplicate):
+@each_copy
+def test_a_copy_goes_on_by_itself(copied):
     plain, ours = pair("NAdam")
     step_both(plain, ours, 2)
-    copied, before = duplicate(ours), [w.clone() for w in masters(ours)]
-    step_both(plain, copied, 2, first=2)
-    assert_alike(plain, copied)
+    twin, before = copied(ours), [w.clone() for w in masters(ours)]
+    step_both(plain, twin, 2, first=2)
+    assert_alike(plain, twin)
     assert_same(masters(ours), before)
 
 
@@ -193,71 +193,40 @@ def test_a_closure_is_evaluated_once():
 # --- with amp and a GradScaler ----------------------------------------------------------------------------------------
 
 
-def loop(make, scaled):
-    """20 steps, of which some overflow: the fp32 weights, and the number of skips."""
-    torch.manual_seed(0)
-    model, session = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), AmpSession()
-    if scaled == "scaler":
-        model.bfloat16()
-    optimizer = make(model.parameters())
-    scaler = ampctx.GradScaler("cpu", init_scale=2.0**10)
-    if scaled == "amp":
-        session.initialize(
-            model, optimizer, opt_level="O5", master_weights=False, loss_scale="dynamic", max_loss_scale=2.0**10,
-            verbosity=0,
-        )  # fmt: skip
-    skips = 0
-    for step in range(20):
-        x = torch.randn(16, 4).to(next(model.parameters()).dtype)
-        loss = model(x).float().square().mean() * (float("inf") if step % 7 == 3 else 1.0)
-        if scaled == "amp":
-            backward(session, loss, optimizer)
-            ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
-            optimizer.step()
-            skips = session.skipped_steps(optimizer)
-        else:
+MAKE = {
+    "SplitMasters": partial(SplitMasters, torch.optim.AdamW, chunk_bytes=64, lr=0.01, weight_decay=0.0),
+    "FusedAdam": partial(FusedAdam, lr=0.01, master_weights="split"),
+}
+OVERFLOW_AT = (3, 10, 17)
+
+
+def test_under_amp_it_trains_like_fused_adam(session):
+    found, options = [], {"master_weights": False, "loss_scale": "dynamic", "max_loss_scale": 2.0**10}
+    for make in MAKE.values():
+        model, optimizer = start(session, "O5", make, **options)
+        train(session, model, optimizer, 20, overflow_at=OVERFLOW_AT, max_norm=0.5)
+        assert session.skipped_steps(optimizer) == 3
+        found.append([w.detach().clone() for w in masters(optimizer)])
+        session.reset()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_grad_scaler_it_trains_like_fused_adam():
+    found = []
+    for make in MAKE.values():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).bfloat16()
+        optimizer, scaler, skips = make(model.parameters()), ampctx.GradScaler("cpu", init_scale=2.0**10), 0
+        for step in range(20):
+            loss = model(batch(step).bfloat16()).float().square().mean() * (INF if step in OVERFLOW_AT else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             skips += scaler.outcome(optimizer).skipped
             scaler.update()
-        optimizer.zero_grad()
-    found = [p for group in optimizer.param_groups_master for p in group["params"]]
-    session.reset()
-    return [*(w.detach().clone() for w in found), skips]
-
-
-@pytest.mark.parametrize("scaled", ["amp", "scaler"])
-def test_it_trains_like_fused_adam(scaled):
-    ours = loop(lambda p: SplitMasters(torch.optim.AdamW, p, chunk_bytes=64, lr=0.01, weight_decay=0.0), scaled)
-    theirs = loop(lambda p: FusedAdam(p, lr=0.01, master_weights="split"), scaled)
-    assert ours.pop() == theirs.pop() == 3
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_by_names_resumes_to_the_bit():
-    def trained(steps, state=None):
-        torch.manual_seed(0)
-        model, session = nn.Linear(4, 4), AmpSession()
-        optimizer = SplitMasters(torch.optim.NAdam, model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level="O5", master_weights=False, verbosity=0)
-        if state is not None:
-            session.set_state_dict(model, optimizer, state)
-        for i in range(*steps):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
-            backward(session, model(x).float().square().mean(), optimizer)
-            optimizer.step()
             optimizer.zero_grad()
-        found = [w.clone() for w in masters(optimizer)], states(optimizer)
-        tree = copy.deepcopy(session.get_state_dict(model, optimizer))
-        session.reset()
-        return found, tree
-
-    whole, _ = trained((0, 6))
-    _, tree = trained((0, 3))
-    resumed, _ = trained((3, 6), tree)
-    assert_same(resumed, whole)
-    assert tree["model"]["weight"].dtype == torch.float32
-    assert trained((0, 0))[1]["optim"]["weight"].keys() == tree["optim"]["weight"].keys()
+        assert skips == 3
+        found.append([w.detach().clone() for w in masters(optimizer)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -296,16 +265,11 @@ def test_fp16_is_refused_by_name():
     assert params_of(optimizer) == low
 
 
-def test_a_dtensor_is_refused(tmp_path):
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), DeviceMesh("cpu", [0]), [Shard(0)]))
-        with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
-            SplitMasters(torch.optim.NAdam, [p])
-    finally:
-        torch.distributed.destroy_process_group()
+@on_ranks(1)
+def test_a_dtensor_is_refused():
+    p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), flat_mesh(), [Shard(0)]))
+    with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
+        SplitMasters(torch.optim.NAdam, [p])
 
 
 def test_a_sparse_gradient_changes_nothing():

@@ -1,14 +1,14 @@
 """``state_dtype``: the state of an optimizer in bf16 or 8-bit codes. The arithmetic: tests/ops/test_state_types.py."""
 
 import copy
-import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, each_copy, mlp, params_of, snapshot, start, train
 from kit import through_a_file as saved
-from optimizer_cases import BY_NAME, give, gradients, like, parameters, run
+from optimizer_cases import BY_NAME, MODES, give, gradients, like, parameters, run, run_alike
 from torch import nn
 
 from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
@@ -24,11 +24,8 @@ KINDS = ["adam", "sgd", "lamb", "novograd", "lion", "mixed-lamb", "muon"]
 # Blocks that are full and others, rows that are whole blocks and others, channels_last, transposed, empty.
 SHAPES = [(3, 5), (), (0,), (1,), (63,), (64,), (65,), (3, 128), (2, 64, 3, 3), (5, 4), (5, 130)]
 DTYPES_OF_PARAMS = {
-    "fp32": (torch.float32, {}),
+    **{mode: MODES[mode] for mode in ("fp32", "masters", "split", "kahan")},
     "fp16": (torch.float16, {}),
-    "masters": (torch.float16, {"master_weights": True}),
-    "split": (torch.bfloat16, {"master_weights": "split"}),
-    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
     "stochastic": (torch.bfloat16, {"write_back": "stochastic"}),
 }
 
@@ -301,9 +298,7 @@ def test_a_change_between_steps_converts_the_state(of, to):
     other = make("adam", to, like(optimizer))
     other.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["state_dtype"] = TYPES[to]
-    run(optimizer, 1, first=3)
-    run(other, 1, first=3)
-    assert_same(snapshot(optimizer), snapshot(other))
+    run_alike(optimizer, other)
 
 
 def test_a_dict_that_is_changed_in_place_and_a_size_are_seen():
@@ -324,31 +319,21 @@ def test_a_dict_that_is_changed_in_place_and_a_size_are_seen():
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_under_amp_as_by_hand(level):
-    """The masters of amp are stepped as fp32 parameters are."""
+def test_under_amp_as_by_hand(level, session):
+    """The masters of amp are stepped as fp32 parameters are; reading ``.grad`` makes lazy gradients real."""
+    results = []
+    for read in (False, True):
+        make_it = partial(FusedAdam, lr=0.01, state_dtype="8bit")
+        model, optimizer = start(session, level, make_it, mlp(width=1024), loss_scale="dynamic")
 
-    def trained(scaled):
-        torch.manual_seed(0)
-        model = nn.Linear(128, 64)
-        optimizer = FusedAdam(model.parameters(), lr=0.01, state_dtype="8bit")
-        session = AmpSession()
-        model, optimizer = session.initialize(model, optimizer, opt_level=level, verbosity=0)
-        data = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
-        for _ in range(3):
-            loss = model(data).float().square().mean()
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            if not scaled:
-                # Reading .grad makes lazy gradients real.
-                assert all(p.grad is not None for p in session.master_params(optimizer))
-            optimizer.step()
-            optimizer.zero_grad()
-        result = [p.detach().clone() for p in model.parameters()] + snapshot(optimizer)
+        def look(optimizer=optimizer):
+            assert all(p.grad is not None for p in session.master_params(optimizer))
+
+        train(session, model, optimizer, 3, before_step=look if read else None)
         assert "exp_avg_codes" in optimizer.state[params_of(optimizer)[0]]
+        results.append([*(p.detach().clone() for p in model.parameters()), *snapshot(optimizer)])
         session.reset()
-        return result
-
-    assert_same(trained(True), trained(False))
+    assert_same(*results)
 
 
 @pytest.mark.full(but=50)
@@ -393,11 +378,7 @@ def test_with_a_grad_scaler_as_without():
     assert_same(*results)
 
 
-def test_numbers_are_made_once():
-    optimizer, _ = one()
-    (numbers,) = optimizer._numbers.values()
-    run(optimizer, 2)
-    assert [made is numbers for made in optimizer._numbers.values()] == [True]
+def test_what_is_kept_for_sets_of_parameters_is_bounded():
     params = parameters(torch.float32, [(64,)] * 8)
     optimizer = FusedSGD(params, lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)
     for chosen in range(1, 256):
@@ -406,14 +387,11 @@ def test_numbers_are_made_once():
     assert len(optimizer._numbers) <= 64
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@each_copy
 def test_copies_go_on_alike(copied):
     optimizer = make("adam", "mixed")
     run(optimizer, 2)
-    other = copied(optimizer)
-    run(optimizer, 2, first=2)
-    run(other, 2, first=2)
-    assert_same(snapshot(optimizer), snapshot(other))
+    run_alike(copied(optimizer), optimizer, 2, first=2)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -459,33 +437,27 @@ def test_codes_load_into_another_layout():
         assert (here[i]["exp_avg"] - there[i]["exp_avg"]).abs().max() <= 0.01 * there[i]["exp_avg"].abs().max()
 
 
-def test_state_goes_to_torch_and_back():
-    ours = make("adam", "8bit", parameters(torch.float32, [(64, 64), (65,)]), weight_decay=0.1)
+TORCHS = {
+    "adam": (torch.optim.AdamW, {"weight_decay": 0.1}, "exp_avg"),
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}, "momentum_buffer"),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_state_goes_to_torch_and_back(name):
+    kind, options, key = TORCHS[name]
+    ours = make(name, "8bit", parameters(torch.float32, [(64, 64), (65,)]), **options)
     run(ours, 3)
-    checkpoint = ours.state_dict()
-    theirs = torch.optim.AdamW(like(ours), lr=0.01)
-    theirs.load_state_dict(unpack_state(saved(checkpoint)))
-    assert {
-        key: value.dtype for key, value in theirs.state[theirs.param_groups[0]["params"][0]].items()
-    } == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
+    theirs = kind(like(ours), lr=0.01, **options)
+    theirs.load_state_dict(unpack_state(saved(ours.state_dict())))
+    assert theirs.state[params_of(theirs)[0]][key].dtype == torch.float32
     run(theirs, 1, first=3)
     run(ours, 1, first=3)
-    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    resumed = make("adam", "8bit", like(theirs))
+    torch.testing.assert_close(params_of(ours), params_of(theirs), rtol=1e-5, atol=1e-6)
+    resumed = make(name, "8bit", like(theirs), **options)
     resumed.load_state_dict(theirs.state_dict())
-    assert resumed.state[params_of(resumed)[0]]["exp_avg_codes"].dtype == torch.int8
+    assert resumed.state[params_of(resumed)[0]][f"{key}_codes"].dtype == torch.int8
     run(resumed, 1, first=4)
-
-
-def test_momentum_goes_to_torch():
-    ours = FusedSGD(parameters(torch.float32, [(64, 64)]), lr=0.1, momentum=0.9, state_dtype="8bit")
-    run(ours, 2)
-    theirs = torch.optim.SGD(like(ours), lr=0.1, momentum=0.9)
-    theirs.load_state_dict(unpack_state(ours.state_dict()))
-    run(ours, 1, first=2)
-    run(theirs, 1, first=2)
-    torch.testing.assert_close(params_of(ours)[0], params_of(theirs)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_torch_refuses_codes_instead_of_training_on_them():
@@ -597,25 +569,18 @@ def test_codes_of_another_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"state_dtype": torch.float16},
-            AmpValueError,
-            r"state_dtype is torch.float16, expected torch.float32 or torch.",
-        ),
+        ({"state_dtype": torch.float16}, AmpValueError, "state_dtype is torch.float16, expected torch.float32 or tor"),
         ({"state_dtype": "4bit"}, AmpValueError, "state_dtype is '4bit', expected torch.float32 or .* or '8bit'"),
         ({"state_dtype": None}, AmpValueError, "state_dtype is None, expected"),
         ({"state_dtype": {"exp_avg": "fp8"}}, AmpValueError, re.escape("state_dtype['exp_avg'] is 'fp8', expected")),
-        (
-            {"state_dtype": {"momentum_buffer": "8bit"}},
-            AmpValueError,
-            "state_dtype has 'momentum_buffer', and FusedAdam keeps no such state .* 'exp_avg' or 'exp_avg_sq'",
-        ),
+        ({"state_dtype": {"momentum_buffer": "8bit"}}, AmpValueError,
+            "state_dtype has 'momentum_buffer', and FusedAdam keeps no such state .* 'exp_avg' or 'exp_avg_sq'"),
         ({"state_dtype": "8bit", "min_8bit_size": -1}, AmpValueError, "min_8bit_size is -1, expected a number of"),
         ({"min_8bit_size": 4.5}, AmpTypeError, "min_8bit_size must be an int, got float"),
         ({"min_8bit_size": True}, AmpTypeError, "min_8bit_size must be an int, got bool"),
         ({"state_dtype": "8bit", "amsgrad": True}, AmpValueError, "state_dtype='8bit' does not go with amsgrad=True"),
     ],
-)
+)  # fmt: skip
 def test_refused_options(options, error, message):
     with pytest.raises(error, match=message):
         FusedAdam(parameters(), **options)

@@ -6,20 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import assert_same
-from optimizer_cases import BY_NAME
+from optimizer_cases import STEPPED_BY
 from torch import nn
 
 import ampctx
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
+from ampctx.optimizers import FusedSGD
 
-STEPPED_BY = {
-    **BY_NAME,
-    "offload": lambda params: FusedAdam(params, offload="cpu"),
-    "split-masters": lambda params: SplitMasters(torch.optim.AdamW, params),
-    "larc": lambda params: LARC(FusedSGD(params, lr=0.1)),
-    "torch": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
-}
+STEPPED_BY = {**STEPPED_BY, "torch": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False)}
 
 
 def negated(grad):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
 import torch
-from kit import assert_same, backward, snapshot
+from kit import assert_same, backward, snapshot, through_a_file
 from optimizer_cases import BY_NAME, give, gradients, parameters, run
 from torch import nn
 
@@ -86,7 +85,8 @@ def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
     optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[0\] \(odd\) is"):
         BY_NAME[name]([("odd", odd)])
-    with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is"):
+    kind = "does not support complex parameters.*" if dtype.is_complex else ""
+    with pytest.raises(AmpValueError, match=rf"{kind}param_groups\[1\]\['params'\]\[0\] is"):
         optimizer.add_param_group({"params": [odd]})
     assert len(optimizer.param_groups) == 1
 
@@ -97,15 +97,6 @@ def test_parameters_of_float64_are_stepped(name):
     before = [p.detach().clone() for p in params]
     run(BY_NAME[name](params), 1)
     assert not torch.equal(params[0], before[0])
-
-
-def test_larc_refuses_other_dtypes_before_anything_changes():
-    odd, plain = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), parameters(shapes=[(3,)])[0]
-    larc = LARC(torch.optim.SGD([plain, odd], lr=0.1))
-    plain.grad, odd.grad = torch.ones(3), torch.ones(3).to(torch.float8_e4m3fn)
-    with pytest.raises(AmpValueError, match=r"LARC requires float32.*\['params'\]\[1\] is torch.float8_e4m3fn"):
-        larc.step()
-    assert torch.equal(plain.grad, torch.ones(3))
 
 
 # --- numbers of other libraries ---------------------------------------------------------------------------------------
@@ -163,10 +154,7 @@ def test_numbers_of_other_libraries_become_plain_ones(kind):
     nova = FusedNovoGrad(parameters(), lr=lr, betas=betas, norm_type=Scalar(0))
     for optimizer in (adam, sgd, nova):
         run(optimizer, 1)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        optimizer.load_state_dict(torch.load(file, weights_only=True))
+        optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
         for name, value in optimizer.param_groups[0].items():
             assert name in ("params", "betas") or type(value) in (float, int, bool), name
     group = adam.param_groups[0]

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit import INF, assert_same, backward, batch, mlp, start, through_a_file, train
-from resumed_runs import KINDS
+from resumed_runs import KINDS as TORCHS_AND_OURS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, amp
-from ampctx.optimizers import FusedAdam
+from ampctx.optimizers import FusedAdam, SplitMasters
 from ampctx.weights.store import STORES, joined
 
+KINDS = {**TORCHS_AND_OURS, "SplitMasters": partial(SplitMasters, torch.optim.NAdam, lr=0.01)}
 KEPT_BY_OPTIMIZER = {"opt_level": "O5", "master_weights": False}
 
 
@@ -46,9 +47,11 @@ class Run:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_optimizer_resumes_bit_for_bit(name):
-    kept = name.removeprefix("FusedAdam-") in ("masters", "split", "kahan", "stochastic")
+    kept = name.removeprefix("FusedAdam-") in ("masters", "split", "kahan", "stochastic", "SplitMasters")
     options = KEPT_BY_OPTIMIZER if kept else {}
-    first = Run(name, **options).steps(0, 3)
+    fresh, first = Run(name, **options), Run(name, **options).steps(0, 3)
+    assert [s.keys() for s in fresh.get()["optim"].values()] == [s.keys() for s in first.get()["optim"].values()]
+    assert first.get()["model"]["0.weight"].dtype == torch.float32
     state = through_a_file(first.get())
     before = copy.deepcopy(state)
     second, heard = Run(name, seed=1, **options), []
@@ -60,9 +63,19 @@ def test_every_optimizer_resumes_bit_for_bit(name):
     assert_same(state, before)  # the run has its own tensors
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4"])
-def test_every_level_resumes_bit_for_bit(level):
-    first, second = Run("Adam-plain", opt_level=level).steps(0, 3), Run("Adam-plain", seed=1, opt_level=level)
+OFFLOAD = partial(TORCHS_AND_OURS["FusedAdam-split"], offload="cpu")
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "options"),
+    [
+        *(("Adam-plain", "Adam-plain", {"opt_level": level}) for level in ("O0", "O1", "O2", "O3", "O4")),
+        ("FusedAdam-split", OFFLOAD, KEPT_BY_OPTIMIZER),
+        (OFFLOAD, "FusedAdam-split", KEPT_BY_OPTIMIZER),
+    ],
+)
+def test_every_level_and_place_of_state_resumes_bit_for_bit(saves, loads, options):
+    first, second = Run(saves, **options).steps(0, 3), Run(loads, seed=1, **options)
     second.set(first.get())
     assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
 

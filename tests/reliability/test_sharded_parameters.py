@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from kit import backward
+from kit import assert_same, backward
 from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -20,10 +20,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ampctx
-from ampctx import AmpError, AmpRankError, clip_grad_norm_, multi_tensor_applier, optimizers
+from ampctx import (
+    AmpError,
+    AmpRankError,
+    AmpTypeError,
+    AmpValueError,
+    clip_grad_norm_,
+    multi_tensor_applier,
+    optimizers,
+)
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels.sharding import groups_of
 from ampctx.multi_tensor_apply import multi_tensor_l2norm
+from ampctx.optimizers import FusedAdam
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own
@@ -462,6 +471,52 @@ def test_clipping_by_the_norm_of_whole_tensors(which, order):
     assert type(norm) is torch.Tensor
     assert abs(norm.item() / expected.item() - 1) < EXACT
     assert distance([whole(p.grad) for p in ours], [p.grad for p in plain]) < EXACT
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@on_ranks(2)
+def test_clipping_by_the_norm_of_all_stages(order):
+    """Each rank has other parameters, and the second some of no elements and no gradients, as experts may be."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in ((5, 3), (4,), (2, 2), (0,))]
+    stages = [values[:1], values[1:]]
+    for level in ("O0", "O5"):
+        whole, params = nn.ParameterList(map(torch.clone, values)), nn.ParameterList(map(torch.clone, stages[RANK]))
+        clipped = []
+        for group, model in ((None, whole), (dist.group.WORLD, params)):
+            session, optimizer = AmpSession(), FusedAdam(model.parameters())
+            session.initialize(model, optimizer, opt_level=level, verbosity=0)
+            with session.scale_loss(torch.ones(()), optimizer):
+                for p in model:
+                    p.grad = (p.detach() * 2) if p.numel() != 4 or p.dim() == 2 else None
+            masters = session.master_params(optimizer)
+            norm = clip_grad_norm_(masters, 0.5, order, process_group=group)
+            clipped.append((norm, [m.grad for m in session.master_params(optimizer)]))
+            session.reset()
+        (expected, grads), (norm, mine) = clipped
+        assert abs(norm.item() / expected.item() - 1) < EXACT
+        assert_same([g is None for g in mine], [g is None for g in (grads[:1], grads[1:])[RANK]])
+        here = (grads[:1], grads[1:])[RANK]
+        with_elements = [(g, of) for g, of in zip(mine, here, strict=True) if g is not None and g.numel()]
+        assert distance(*map(list, zip(*with_elements, strict=True))) < EXACT
+
+
+@on_ranks(2)
+def test_clipping_over_meshes_and_stages():
+    """Ranks of a mesh, each beside a stage of its own: here a group of one."""
+    mine = dist.new_subgroups(1)[0]
+    params = [nn.Parameter(distribute_tensor(torch.ones(5, 3), flat_mesh(), [Shard(0)]))]
+    params[0].grad = params[0].detach() * 2
+    assert abs(clip_grad_norm_(params, 1.0, process_group=mine).item() - 2 * 15**0.5) < EXACT
+    for value, kind in ((dist.GroupMember.NON_GROUP_MEMBER, AmpValueError), ([0, 1], AmpTypeError)):
+        before = params[0].grad.to_local().clone()
+        with pytest.raises(kind, match="process_group"):
+            clip_grad_norm_(params, 0.1, process_group=value)
+        with pytest.raises(
+            AmpValueError, match=r"norm_type is -1.0, expected a number above 0 or 'inf' where ranks join"
+        ):
+            clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, -1.0, process_group=mine)
+        assert torch.equal(before, params[0].grad.to_local())
 
 
 def collectives(model, clips=True, api="O0") -> list[list[int]]:

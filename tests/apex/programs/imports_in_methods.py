@@ -3,22 +3,20 @@ from torch import nn
 
 
 class Model:
-    def __init__(self, net, apex_level=None, max_grad_norm=0.5):
+    def __init__(self, net, apex_level, max_grad_norm=0.5):
         self.net = net
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.02)
-        self.apex_level = apex_level
         self.max_grad_norm = max_grad_norm
-        if apex_level is not None:
-            try:
-                from apex import amp
-            except ImportError:
-                raise ImportError("apex is missing")
-            self.net, self.optimizer = amp.initialize(self.net, self.optimizer, opt_level=self.apex_level)
+        try:
+            from apex import amp
+        except ImportError:
+            raise ImportError("apex is missing")
+        self.net, self.optimizer = amp.initialize(self.net, self.optimizer, opt_level=apex_level)
 
     def fit(self, data):
         self.optimizer.zero_grad()
         for step, (x, y) in enumerate(data):
-            loss = self._loss(self.net(x), y)
+            loss = nn.functional.cross_entropy(self.net(x), y)
             self._backward(loss)
             if step % 2:
                 self._clip()
@@ -26,31 +24,19 @@ class Model:
                 self.optimizer.zero_grad()
             print(loss.item())
 
-    def _loss(self, out, y):
-        return nn.functional.cross_entropy(out, y)
-
     def _backward(self, loss):
-        if self.apex_level is not None:
-            try:
-                from apex import amp
-            except ImportError:
-                raise ImportError("apex is missing")
+        try:
+            from apex import amp
+        except ImportError:
+            raise ImportError("apex is missing")
 
-            with amp.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-        else:
-            loss.backward()
+        with amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
 
     def _clip(self):
-        if self.apex_level is not None:
-            try:
-                from apex import amp
-            except ImportError:
-                raise ImportError("apex is missing")
+        from apex import amp
 
-            torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), self.max_grad_norm)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), self.max_grad_norm)
 
 
 torch.manual_seed(0)

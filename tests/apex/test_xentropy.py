@@ -1,4 +1,4 @@
-"""xentropy_cuda against torch's cross entropy in fp64."""
+"""apex.contrib.xentropy and xentropy_cuda against torch's cross entropy in fp64."""
 
 import pytest
 import torch
@@ -18,8 +18,12 @@ def case(dtype, rows=6):
     return logits, LABELS[:rows], torch.randn(rows, generator=generator)
 
 
+def loss(logits, *options, labels=LABELS):
+    return SoftmaxCrossEntropyLoss.apply(logits, labels, *options)
+
+
 def exact(logits, labels, smoothing, grad_loss):
-    wide = logits.double().requires_grad_()
+    wide = logits.detach().double().requires_grad_()
     losses = F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
     return losses.detach(), torch.autograd.grad(losses, wide, grad_loss.double())[0]
 
@@ -29,11 +33,59 @@ def assert_near(got, wanted):
     torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
 
 
+# --- the class --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
+@pytest.mark.parametrize("padding_idx", [0, 6, -100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("half_to_float", [False, True])
+def test_losses_and_gradients(dtype, smoothing, padding_idx, half_to_float):
+    logits, _, upstream = case(dtype)
+    losses = loss(logits.requires_grad_(), smoothing, padding_idx, half_to_float)
+    losses.backward(upstream.to(losses.dtype))
+    assert losses.dtype == (F64 if dtype == F64 else F32)
+    assert logits.grad.dtype == dtype
+    kept = padding_idx != LABELS
+    wanted, wanted_grad = exact(logits, LABELS, smoothing, upstream)
+    assert_near(losses, torch.where(kept, wanted, 0.0))
+    assert_near(logits.grad, torch.where(kept[:, None], wanted_grad, 0.0))
+
+
+def test_defaults_are_apexs():
+    logits = case(F16)[0]
+    assert torch.equal(loss(logits), loss(logits, 0.0, 0, False))
+    assert loss(logits)[LABELS == 0].tolist() == [0.0]
+
+
+def test_padding_that_is_no_class_and_in_all_rows():
+    losses = loss(case(F32)[0], 0.1, -1, labels=torch.tensor([-1, 3, -1, 1, 2, 0]))
+    assert (losses == 0).tolist() == [True, False, True, False, False, False]
+    logits = case(F32)[0].requires_grad_()
+    loss(logits, 0.1, labels=torch.zeros_like(LABELS)).sum().backward()
+    assert logits.grad.eq(0.0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
+def test_on_a_gpu_as_on_the_cpu(dtype):
+    logits = case(dtype)[0].requires_grad_()
+    on_gpu = logits.detach().cuda().requires_grad_()
+    expected, losses = loss(logits, 0.1), loss(on_gpu, 0.1, labels=LABELS.cuda())
+    expected.sum().backward()
+    losses.sum().backward()
+    torch.testing.assert_close(losses.cpu(), expected)
+    torch.testing.assert_close(on_gpu.grad.cpu(), logits.grad)
+
+
+# --- the extension ----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("rows", [6, 1, 0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("half_to_float", [False, True])
 @pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
-def test_losses_and_gradients(dtype, half_to_float, smoothing, rows):
+def test_losses_and_gradients_of_the_extension(dtype, half_to_float, smoothing, rows):
     logits, labels, grad_loss = case(dtype, rows)
     losses, log_sum = xentropy_cuda.forward(logits, labels, smoothing, half_to_float)
     wide = F64 if dtype == F64 else F32
@@ -105,7 +157,7 @@ def test_a_programs_loss_is_apexs(dtype):
     logits, labels, grad_loss = case(dtype)
     theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     losses = Program.apply(theirs, labels, 0.1, 6)
-    wanted = SoftmaxCrossEntropyLoss.apply(ours, labels, 0.1, 6, True)
+    wanted = loss(ours, 0.1, 6, True)
     torch.testing.assert_close(losses, wanted)
     losses.backward(grad_loss)
     wanted.backward(grad_loss)
