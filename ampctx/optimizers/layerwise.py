@@ -147,14 +147,14 @@ class Norms:
         self._call = call
         self.params = list({id(p): p for group in groups for p in group["params"]}.values())
         self._place = {id(p): i for i, p in enumerate(self.params)}
-        split = [p for p in self.params if is_split(p)]
-        spreads, self.device = spreads_of(split), local(split[:1])[0].device
-        self._split = set(map(id, split))
+        parted = [p for p in self.params if is_split(p)]
+        spreads, self.device = spreads_of(parted), local(parted[:1])[0].device
+        self._split = set(map(id, parted))
         # The places of the parameters with parts, of each grid. Parameters of meshes of one rank need nobody.
         joined = [(spread.grid, spread.places) for spread in spreads if spread.grid is not None]
-        self._joined = [(grid, [self._place[id(split[i])] for i in places]) for grid, places in joined]
+        self._joined = [(grid, [self._place[id(parted[i])] for i in places]) for grid, places in joined]
         # Ids of those whose part another rank counts.
-        self._elsewhere = self._split - {id(split[i]) for spread in spreads for i in spread.counted}
+        self._elsewhere = self._split - {id(parted[i]) for spread in spreads for i in spread.counted}
 
     def _index(self, places: Sequence[int]) -> Tensor:
         return move(torch.tensor(places, dtype=torch.int64), self.device)
