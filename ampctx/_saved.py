@@ -1,5 +1,6 @@
-"""Checks the entries of checkpoints. ``where``: the place of an entry, for messages."""
+"""Reads the entries of checkpoints. ``where``: the place of an entry, for messages."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,3 +21,9 @@ def entry(state: Mapping[Any, Any], key: str, kind: Any, where: str) -> Any:
         raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
     typed(state[key], kind, f'{where}["{key}"]')
     return state[key]
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and math.prod(shape) == 1 and hasattr(value, "item") else value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.options import BRIEFS, resolve
 from ampctx.amp.step import OptimizerBinding
@@ -31,7 +32,6 @@ from ampctx.scaling.loss_scale import (
     check_count,
     check_scale,
     only_amp_entry,
-    plain,
     read_amp_entries,
     read_grad_scaler_state,
     required,
@@ -39,6 +39,7 @@ from ampctx.scaling.loss_scale import (
 from ampctx.scaling.loss_scale import check_number as check_real
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.weights.clip import strided_grad
+from ampctx.weights.frames import Frame
 from ampctx.weights.masters import MasterParams
 
 # apex.amp is one session; its modules show that session's state.
@@ -77,7 +78,11 @@ def is_deferred(scale: LossScale) -> bool:
 
 def take_deferred(scale: LossScale) -> Tensor | None:
     """Takes that flag for ``LossScaler.update_scale``; the next step no longer waits for it."""
-    return session._take_deferred(scale)
+    found_inf = session._deferred.pop(scale, None)
+    if found_inf is not None:
+        for binding in session._bindings.values():
+            binding.flags.drop_provisional(scale)
+    return found_inf
 
 
 # --- optimizers: apex.amp._process_optimizer, checkpoints -------------------------------------------------------------
@@ -141,21 +146,25 @@ def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
 
 def drop_window(binding: OptimizerBinding) -> None:
     """Discards the window and restores the stash."""
-    binding.gradients.drop_window()
+    binding.gradients.abandon(-1)
 
 
 def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:
     """Opens a window around ``.grad``, scaled by the first loss scale. A step or block closes it."""
-    binding.gradients.declare_scaled(inv_scale, (0, binding.loss_scales[0]))
+    gradients = binding.gradients
+    binding.masters.place.materialize()
+    scaled = [p for p in binding.masters.leaves if p.grad is not None]
+    if gradients.window is None:
+        gradients.frames[:] = [Frame(1.0, inv_scale, {}, True, (0, binding.loss_scales[0]), scaled)]
+    else:
+        gradients.window.scaled = scaled
 
 
 def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
     """Unscales the window's gradients, or ``.grad`` without one. Returns its ``found_inf`` flag."""
-    found_inf = FoundInf()
     if binding.gradients.window is None:
         declare_scaled(binding, inv_scale)
-    binding.gradients.close_window(inv_scale, found_inf)
-    return found_inf
+    return binding.gradients.collect(inv_scale=inv_scale)
 
 
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:

@@ -181,7 +181,8 @@ FAULTS = [
     ),
     Fault(
         "the host goes by the flag of the first loss", "ampctx",
-        "if join_flags(each, each[0].device).item() == 0:", "if each[0].item() == 0:",
+        "gathered(each).tolist() if len(each) > 1 else [flag.item() for flag in each]",
+        "[each[0].item()] * len(each) if each else []",
         "tests/apex/test_l0_scale_loss_calls.py",
     ),
     Fault(
@@ -338,7 +339,7 @@ FAULTS = [
     ),
     Fault(
         "one rank's masters have bits that another's lack", "ampctx",
-        "not optimizer.state.get(master):", "False:", "tests/integration/test_ddp.py",
+        "not self._optimizer().state.get(master):", "False:", "tests/integration/test_ddp.py",
     ),
     # --- what an optimizer hands to its op --------------------------------------------------------------------------
     Fault(
@@ -408,7 +409,7 @@ FAULTS = [
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
-        "return join(p, kept)", "return p.detach().float()",
+        '"remainder", torch.int16, join,', '"remainder", torch.int16, lambda p, kept: p.detach().float(),',
         f"{ROWS}named_state.py",
     ),
     Fault(
@@ -442,7 +443,7 @@ FAULTS = [
     ),
     Fault(
         "an exception leaves a block open", "ampctx",
-        "while self.depth > depth:", "while self.depth > depth + 1:", f"{ROWS}exceptions_anywhere.py",
+        "while self.frames and self.depth > depth:", "while self.depth > depth + 1:", f"{ROWS}exceptions_anywhere.py",
     ),
     Fault(
         "an exception takes the gradients from before along", "ampctx",
@@ -455,7 +456,7 @@ FAULTS = [
     ),
     Fault(
         "reset leaves weights perturbed", "ampctx",
-        "self.undo_first_step()\n            self.gradients.drop_incomplete()", "self.gradients.drop_incomplete()",
+        "self.undo_first_step()\n            if self.gradients", "if self.gradients",
         f"{AMP}perturbed_weights.py",
     ),
     Fault(

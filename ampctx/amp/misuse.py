@@ -204,8 +204,8 @@ class OwnThread:
                 f"thread {casts.name!r}. torch's autocast belongs to a thread. Call amp.initialize, amp.scale_loss and "
                 "amp.reset in the thread that trains. Forward passes may run in any thread."
             )
-        blocks = next(iter(self._of_blocks), here)
-        if blocks is not here and blocks.is_alive():
+        blocks = next((thread for thread in self._of_blocks if thread.is_alive()), here)
+        if blocks is not here:
             raise AmpError(
                 f"amp.{name} was called in thread {here.name!r}, but a scale_loss block of the same session is open in "
                 f"thread {blocks.name!r}. ampctx cannot tell their gradients apart. Leave that block first, or give "
@@ -216,9 +216,6 @@ class OwnThread:
         """Notes that a block begins in this thread. Raises like ``check``; call ``leave_block`` in any case."""
         # No lock: an interrupt could leave it locked. If two threads come at once, the first one recorded stays.
         here = threading.current_thread()
-        for thread in list(self._of_blocks):
-            if not thread.is_alive() and thread in self._of_blocks:
-                self._of_blocks.remove(thread)
         self._of_blocks.append(here)
         if self._of_blocks[0] is not here or (casts_on and self._of_casts is not here):
             self.check("scale_loss", casts_on)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx._saved import entry, typed
+from ampctx._saved import entry, plain, typed
 from ampctx._version import __version__
 from ampctx.amp import ranks
 from ampctx.amp import state as amp_state
@@ -43,7 +43,7 @@ from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
 from ampctx.optimizers.split_masters import SplitMasters
-from ampctx.scaling.loss_scale import KEY, plain
+from ampctx.scaling.loss_scale import KEY
 from ampctx.weights.store import EXTRAS, STORES, joined
 
 logger = logging.getLogger("ampctx")

@@ -232,3 +232,5 @@ _CHECKS: Mapping[str, Check] = {
         "the name of a torch function, or such a function",
     ),
 }
+# The arguments of ``initialize`` that override a level.
+OVERRIDES = _CHECKS.keys() - {"enabled"}

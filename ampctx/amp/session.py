@@ -27,10 +27,10 @@ from torch.utils.hooks import RemovableHandle
 from ampctx._collectives import check_process_group
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, split_weights, state
+from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, is_rank_zero, tell
 from ampctx.amp.methods import weak_method
-from ampctx.amp.options import PrecisionPolicy, banner, resolve
+from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
@@ -98,6 +98,7 @@ class AmpSession:
         # ``initialize`` calls these last, with the optimizers that it bound. They return an undo, the first to run.
         self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
+        self._masters = weakref.WeakSet[MasterParams]()
         # Flags of blocks that left the update of their scale to a later block.
         self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
         self._events = Events()
@@ -210,6 +211,7 @@ class AmpSession:
             AmpRankError: levels or loss scales differ between the ranks of ``process_group``.
             Nothing has changed then.
         """
+        options = locals()
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
         if not enabled:
@@ -220,18 +222,7 @@ class AmpSession:
                 ranks.check([*ranks.of_scales([]), ranks.of_level(policy)], process_group, "amp.initialize")
             self.policy, self.verbosity = policy, verbosity
             return models if optimizers is None else misuse.Initialized((models, optimizers))
-        policy = resolve(
-            opt_level,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            patch_torch_functions_type=patch_torch_functions_type,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            keep_fp32=keep_fp32,
-            ops_fp32=ops_fp32,
-        )
+        policy = resolve(opt_level, **{name: options[name] for name in OVERRIDES})
         setup.refuse_fp16_optimizer(optimizers)
         optimizer_list = [] if optimizers is None else setup.as_list(optimizers, "optimizer", is_optimizer)
         model_list = setup.as_list(models, "model", lambda m: isinstance(m, nn.Module))
@@ -244,10 +235,10 @@ class AmpSession:
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
         setup.check(model_list, optimizer_list, self._bindings)
         kept = find_kept(model_list, policy.keep_fp32)
-        plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
+        plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
+        sharded = {model: plan for model, plan in plans if plan is not None}
         if policy.master_weights == "split":
-            split_weights.check(optimizer_list, self._bindings)
-        sharded = {model: plan for model, plan in plans.items() if plan is not None}
+            setup.check_split(optimizer_list, self._bindings)
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
@@ -277,13 +268,11 @@ class AmpSession:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
             for optimizer in optimizer_list:
-                taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 if policy.master_weights == "split":
-                    split_weights.begin(undo, optimizer, originals)
-                masters = MasterParams(optimizer, policy.keeps_masters, originals, taken, names)
+                    setup.begin_split(undo, optimizer, originals)
+                masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters)
                 steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
-                given = scales, self._casts, steps, names, self._with_masters, self._events
-                bound[optimizer] = OptimizerBinding(optimizer, masters, *given)
+                bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
             run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.say)
@@ -305,11 +294,6 @@ class AmpSession:
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else misuse.Initialized((models, optimizers))
 
-    def _with_masters(self) -> set[int]:
-        """Ids of the model parameters that have a master."""
-        bound = self._bindings.items()
-        return {id(p) for optimizer, binding in bound for p in binding.masters.in_groups(optimizer)}
-
     def reset(self) -> None:
         """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
 
@@ -323,7 +307,8 @@ class AmpSession:
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
             hooks = self._step_hooks, self._skip_hooks
-            for forget in (self._casts.undo, *hooks, self._bindings, self._deferred, self._log.said):
+            bound = self._bindings, self._masters, self._deferred
+            for forget in (self._casts.undo, *hooks, *bound, self._log.said):
                 stack.callback(forget.clear)
             for flag in waiting.of(self):
                 stack.callback(flag.drop)
@@ -550,15 +535,6 @@ class AmpSession:
         """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
         for flag in waiting.of(self):
             flag.decide(call)
-
-    def _take_deferred(self, scale: LossScale) -> Tensor | None:
-        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, or None. The caller updates
-        the scale and decides about the next steps: this flag no longer skips them."""
-        found_inf = self._deferred.pop(scale, None)
-        if found_inf is not None:
-            for binding in self._bindings.values():
-                binding.flags.drop_provisional(scale)
-        return found_inf
 
     @staticmethod
     def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:

@@ -31,7 +31,7 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import step_record
-from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights import waiting
@@ -39,7 +39,7 @@ from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
-from ampctx.weights.step import Step
+from ampctx.weights.step import Step, has_parameter
 from ampctx.weights.waiting import Waiting
 
 
@@ -49,7 +49,7 @@ class FoundInfFlags:
     ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
     those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
     flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
-    ``_undecided``: the flag of the latest block while ranks have yet to agree on it.
+    ``undecided``: the flag of the latest block while ranks have yet to agree on it.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class FoundInfFlags:
         self._taken: tuple[Flags, Flags] | None = None
         self._of_failed_step = False
         self.scales_used: dict[int, Factor] = {}
-        self._undecided: Waiting | None = None
+        self.undecided: Waiting | None = None
 
     @property
     def are_of_blocks(self) -> bool:
         """Whether a block has checked gradients since the last step."""
-        return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
+        return self.undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
@@ -84,29 +84,20 @@ class FoundInfFlags:
     def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], session: Any) -> None:
         """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
         is final then. No host sync."""
-        reference = weakref.ref(self)
-
-        def conclude(flag: Waiting, agreed: Tensor) -> None:
-            if (flags := reference()) is not None:
-                flags._undecided = None
-                flags.add(loss_id, scale, agreed)
-            if flag.moves_scale:
-                scale.update(agreed)
-
-        self._undecided = Waiting(session, scale, found_inf, groups, conclude)
+        self.undecided = Waiting(session, self, loss_id, scale, found_inf, groups)
 
     def decide(self, call: str) -> None:
-        if self._undecided is not None:
-            self._undecided.decide(call)
+        if self.undecided is not None:
+            self.undecided.decide(call)
 
     def drop_undecided(self) -> None:
-        if self._undecided is not None:
-            self._undecided.drop()
-            self._undecided = None
+        if self.undecided is not None:
+            self.undecided.drop()
+            self.undecided = None
 
     def drop_failed(self, is_incomplete: bool) -> None:
         """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
-        if has_failed := self._undecided is not None and self._undecided.failed:
+        if has_failed := self.undecided is not None and self.undecided.failed:
             self.drop_undecided()
         if has_failed or is_incomplete or self._of_failed_step:
             self.clear()
@@ -154,7 +145,6 @@ class OptimizerBinding:
         casts: CastSwitch,
         steps: StepRecord,
         names: ParameterNames,
-        taken: Callable[[], set[int]],
         events: Events,
     ) -> None:
         self.masters, self.gradients, self.loss_scales = masters, Frames(masters), loss_scales
@@ -167,7 +157,7 @@ class OptimizerBinding:
         # What the running step is given; a closure changes it.
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of, self._taken, self._culprits_later = names, taken, weak_method(self._culprits_of)
+        self._names_of, self._culprits_later = names, weak_method(self._culprits_of)
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
@@ -266,7 +256,7 @@ class OptimizerBinding:
         self.follow_groups()
         self.masters.resync(before_step)
         if self.masters.unsure:
-            self.masters.take_broadcast(self._optimizer(), weights_final)
+            self.masters.take_broadcast(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect()
 
@@ -295,14 +285,13 @@ class OptimizerBinding:
             raise
 
     def follow_groups(self) -> None:
-        optimizer = self._optimizer()
-        if not self.masters.is_current(optimizer):
+        if not self.masters.is_current():
             # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
-            self.masters.follow(optimizer, self._taken, drop)
+            self.masters.follow(drop)
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
-                tell(self.events.dropped, optimizer, names)
+                tell(self.events.dropped, self.optimizer, names)
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.params()), torch.device("cpu"))
@@ -338,7 +327,8 @@ class OptimizerBinding:
 
     def _facts(self) -> StepFacts:
         has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
-        stepped = {id(p) for p in self.model_params()}.union(self._taken())
+        stepped = {id(p) for p in self.model_params()}
+        stepped.update(id(p) for masters in list(self.masters.beside) for p in masters.params_with_master)
         return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
 
     def check_misuse(self, has_closure: bool = False) -> None:
@@ -410,7 +400,8 @@ class OptimizerBinding:
 
     def device_decides(self, before_backward: bool = False) -> bool:
         optimizer = self._optimizer()
-        return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
+        # Not where torch's former protocol for scalers decides.
+        return not has_parameter(type(optimizer).step, "grad_scaler") and skips_by_itself(optimizer, before_backward)
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
@@ -595,7 +586,7 @@ class OptimizerBinding:
         self._replaced.close()
         if self.optimizer is not None:
             self.undo_first_step()
-            self.gradients.drop_incomplete()
-            with torch.no_grad():
-                self.gradients.collect()
-            self.masters.release(self.optimizer)
+            if self.gradients.incomplete:
+                self.gradients.drop_all()  # no check would refuse these sums any more
+            self.gradients.collect()
+            self.masters.release()

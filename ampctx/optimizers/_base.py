@@ -12,6 +12,7 @@ write back, belong to the parameter: its number in all groups and its step count
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
@@ -32,7 +34,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
+from ampctx.optimizers import _checkpoint, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
@@ -45,6 +47,30 @@ from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
 # Attributes that exist only around a step, or that a copy creates again.
 TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload")
+
+# Private: whether a profiler may look for torch's labels, as torch asks before it makes them.
+_may_be_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+
+
+def _profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's step hooks, and its label for profilers, which costs as much as a tenth of a small step: only where
+    somebody sees them."""
+    whole: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)
+    # Private: what register_optimizer_step_pre_hook and register_optimizer_step_post_hook fill. None in a torch without
+    # them: then torch's own wrapper stays.
+    before = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", None)
+    after = getattr(_torch_optimizer, "_global_optimizer_post_hooks", None)
+    if before is None or after is None:
+        return whole
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if of_own or before or after or torch.compiler.is_compiling() or _may_be_profiled():
+            return whole(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    return wrapper
 
 
 class CommonOptions(TypedDict, total=False):
@@ -111,7 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Whether a group has a parameter twice.
     _has_repeats = False
     # torch calls it for each class that has instances.
-    profile_hook_step = staticmethod(_hooks.profile_hook_step)  # type: ignore[assignment]
+    profile_hook_step = staticmethod(_profile_hook_step)  # type: ignore[assignment]
     # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
     _defaults: ClassVar[tuple[str, ...]]
     _refused: ClassVar[tuple[str, ...]] = ()
@@ -283,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         To None: pending gradients of masters are dropped, and no fp32 gradient is made of them.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        if set_to_none and not torch.compiler.is_compiling() and not _hooks.may_be_profiled():
+        if set_to_none and not torch.compiler.is_compiling() and not _may_be_profiled():
             clear_grads([p for group in self.param_groups for p in group["params"]])
         else:
             super().zero_grad(set_to_none)
@@ -463,7 +489,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
             else:
                 dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
-                dtype = STORES[destination].dtype(p.dtype) if key == EXTRAS.get(destination) else dtype
+                dtype = STORES[destination].dtype or p.dtype if key == EXTRAS.get(destination) else dtype
                 state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
                 if key == EXTRAS["copy"]:
                     state[key].copy_(p)

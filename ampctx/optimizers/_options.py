@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.kernels.foreach import move
 from ampctx.kernels.spec import SPECS, OpSpec
 
@@ -47,12 +48,6 @@ def lr_tensor(group: Group) -> Tensor:
 def check_one_element(name: str, value: Tensor) -> None:
     if value.numel() != 1:
         raise AmpValueError(f"Tensor {name} must be 1-element: {name} has {value.numel()} elements")
-
-
-def plain(value: Any) -> Any:
-    """The Python number of a numpy scalar or of a 0-d array or tensor; other values unchanged."""
-    is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
-    return value.item() if is_scalar else value
 
 
 def check_number(

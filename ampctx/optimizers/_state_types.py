@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.casts.arguments import autocast_off, map_leaves
 from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels.codes import BLOCK, DTYPES
 from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
 from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
 from ampctx.kernels.spec import SPECS, OpSpec
-from ampctx.optimizers._options import Group, check_choice, plain
+from ampctx.optimizers._options import Group, check_choice
 from ampctx.weights.store import EXTRAS
 
 CODED = {state.key: state for spec in SPECS.values() for state in spec.coded}

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.grouping import stacks
@@ -114,7 +115,7 @@ class FusedMuon(FusedOptimizer):
         if isinstance(given, (str, bytes)) or not hasattr(given, "__len__") or len(given) != 3:
             raise AmpTypeError(f"ns_coefficients must be three numbers, got {given!r}")
         group["ns_coefficients"] = tuple(float(check_finite(f"ns_coefficients[{i}]", x)) for i, x in enumerate(given))
-        steps = group["ns_steps"] = _options.plain(group["ns_steps"])
+        steps = group["ns_steps"] = plain(group["ns_steps"])
         if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
             raise AmpValueError(f"ns_steps is {steps!r}, expected an int from 0 to 99")
         _options.check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))

@@ -10,10 +10,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, plain
+from ampctx.optimizers._options import Group
 
 _NORM_TYPES = (2, 0)
 

@@ -24,7 +24,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, widest
-from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
+from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
@@ -147,18 +147,14 @@ class Norms:
         self._call = call
         self.params = list({id(p): p for group in groups for p in group["params"]}.values())
         self._place = {id(p): i for i, p in enumerate(self.params)}
-        parted = {of: alike for of, alike in by_layout(self.params).items() if is_split(alike[0])}
-        self._split = {id(p) for alike in parted.values() for p in alike}
-        grids = grids_of(alike[0] for alike in parted.values())
+        parted = [p for p in self.params if is_split(p)]
+        spreads, self.device = spreads_of(parted), local(parted[:1])[0].device
+        self._split = set(map(id, parted))
         # The places of the parameters with parts, of each grid. Parameters of meshes of one rank need nobody.
-        self._joined: dict[Grid, list[int]] = {grid: [] for grid in grids.values()}
+        joined = [(spread.grid, spread.places) for spread in spreads if spread.grid is not None]
+        self._joined = [(grid, [self._place[id(parted[i])] for i in places]) for grid, places in joined]
         # Ids of those whose part another rank counts.
-        self._elsewhere: set[int] = set()
-        for (mesh, _), alike in parted.items():
-            if (grid := grids.get(mesh)) is not None:
-                self._joined[grid] += [self._place[id(p)] for p in alike]
-                self._elsewhere.update(map(id, () if grid.counts(alike[0]) else alike))
-        self.device = local([self.params[min(map(self._place.__getitem__, self._split))]])[0].device
+        self._elsewhere = self._split - {id(parted[i]) for spread in spreads for i in spread.counted}
 
     def _index(self, places: Sequence[int]) -> Tensor:
         return move(torch.tensor(places, dtype=torch.int64), self.device)
@@ -190,7 +186,7 @@ class Norms:
         """The norms in rows of numbers of all ranks. One all_reduce for each grid."""
         op = torch.distributed.ReduceOp
         values = torch.stack(rows)
-        for grid, places in self._joined.items():
+        for grid, places in self._joined:
             index = self._index(places)
             sent = values.index_select(1, index)
             grid.reduce(sent, op.MAX if order == _INF else op.SUM, self._call, "sums over its parts of parameters")

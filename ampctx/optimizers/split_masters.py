@@ -54,7 +54,7 @@ class SplitMasters(torch.optim.Optimizer):
         if chunk_bytes <= 0:
             raise AmpValueError(f"chunk_bytes is {chunk_bytes}, expected a number above 0")
         self.chunk_bytes = chunk_bytes
-        # Steps proxies: fp32 tensors, which have memory only within a step.
+        # Steps proxies: fp32 tensors. They have memory and state only within a step.
         self.inner: torch.optim.Optimizer | None = None
         self._proxies: dict[Tensor, nn.Parameter] = {}
         # The version of each weight when it agreed with its remainder.
@@ -62,7 +62,7 @@ class SplitMasters(torch.optim.Optimizer):
         super().__init__(params, {})
         self.inner = kind([self._of_proxies(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
-        self._share_options_and_state(self.inner)
+        self._take_over(self.inner)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class SplitMasters(torch.optim.Optimizer):
                 self._check(p, g, i)
             if self.inner is not None:
                 self.inner.add_param_group(self._of_proxies(group))
-                self._share_options_and_state(self.inner)
+                self._take_over(self.inner)
         except BaseException:
             del self.param_groups[g]
             raise
@@ -98,16 +98,13 @@ class SplitMasters(torch.optim.Optimizer):
         given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         return {**given, "params": [self._proxies[p] for p in group["params"]]}
 
-    def _share_options_and_state(self, inner: torch.optim.Optimizer) -> None:
-        """Puts options and state of the inner optimizer into this one's."""
+    def _take_over(self, inner: torch.optim.Optimizer) -> None:
+        """Takes options and state that the inner optimizer has made."""
         for group, inside in zip(self.param_groups, inner.param_groups, strict=True):
             group.update({name: value for name, value in inside.items() if name != "params"})
         for p, proxy in self._proxies.items():
             if proxy in inner.state:
-                rest = self.state[p].get(_KEY) if p in self.state else None
-                self.state[p] = inner.state[proxy]
-                if rest is not None:
-                    self.state[p][_KEY] = rest
+                self.state[p] = inner.state.pop(proxy)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -143,38 +140,30 @@ class SplitMasters(torch.optim.Optimizer):
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
         assert self.inner is not None
-        rests: dict[Tensor, Tensor | None] = {}
+        inner = self.inner
         try:
             for p in chunk:
                 proxy, state = self._proxies[p], self.state.get(p, {})
                 follow(p, state, self._seen)
-                weight = _wide(p, state)
-                proxy.data = weight
+                proxy.data = weight = _wide(p, state)
                 proxy.grad = None if p.grad is None else p.grad.to(weight.dtype)
                 # The class takes a state that is not empty for one that it has made.
-                rests[p] = state.pop(_KEY, None)
-                if state:
-                    self.inner.state[proxy] = state
-                else:
-                    self.inner.state.pop(proxy, None)
-            self.inner.step()
+                if own := {key: value for key, value in state.items() if key != _KEY}:
+                    inner.state[proxy] = own
+            inner.step()
             for p in chunk:
                 if p.dtype == torch.bfloat16:
                     high, low = split(self._proxies[p].data)
                     p.copy_(high)
-                    rest = rests[p]
-                    rests[p] = low if rest is None else rest.copy_(low)
+                    state = self.state[p]
+                    state[_KEY] = state[_KEY].copy_(low) if _KEY in state else low
                     self._seen[p] = p._version
             bump_versions([p for p in chunk if p.dtype != torch.bfloat16])
         finally:
-            for p, rest in rests.items():
-                proxy = self._proxies[p]
-                if proxy in self.inner.state:
-                    self.state[p] = self.inner.state[proxy]
-                if rest is not None:
-                    self.state[p][_KEY] = rest
             for p in chunk:
                 proxy = self._proxies[p]
+                if proxy in inner.state:
+                    self.state[p].update(inner.state.pop(proxy))
                 proxy.grad, proxy.data = None, _without_memory(p, proxy.dtype)
 
     # --- masters ------------------------------------------------------------------------------------------------------
@@ -225,11 +214,9 @@ class SplitMasters(torch.optim.Optimizer):
                 for key, state in given["state"].items()
             }
             inner.load_state_dict({"state": states, "param_groups": groups})
-            self.state.clear()
-            self._share_options_and_state(inner)
+            kept.update({p: inner.state.pop(proxy) for p, proxy in self._proxies.items() if proxy in inner.state})
             for p, rest in rests.items():
-                self.state[p][_KEY] = rest.to(p.device, copy=True)
-            kept.update(self.state)
+                kept.setdefault(p, {})[_KEY] = rest.to(p.device, copy=True)
             return {**given, "state": {}}
 
         # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.

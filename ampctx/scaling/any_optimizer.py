@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +12,6 @@ from torch import Tensor
 from ampctx._errors import AmpError
 from ampctx.kernels.reference import is_dense, same_layout
 from ampctx.weights.step import declares
-
-
-@functools.cache
-def asks_for_grad_scaler(step: Callable | None) -> bool:
-    """Whether the ``step`` of a class takes ``grad_scaler``, a protocol that torch has deprecated. Not for bound
-    methods: the cache would keep their object alive."""
-    return step is not None and "grad_scaler" in inspect.signature(step).parameters
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:

@@ -22,16 +22,18 @@ from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx._saved import plain
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
-from ampctx.scaling.any_optimizer import align_gradients, asks_for_grad_scaler, skips_by_itself
+from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
 from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
 from ampctx.weights.clip import norm_before_clipping, strided_grads
+from ampctx.weights.step import has_parameter
 
 logger = logging.getLogger("ampctx")
 
@@ -353,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(
         self, optimizer: Any, state: dict[str, Any], found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if asks_for_grad_scaler(getattr(type(optimizer), "step", None)):
+        if has_parameter(getattr(type(optimizer), "step", None), "grad_scaler"):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
                 f"grad_scaler of {type(optimizer).__name__}.step. Read self.grad_scale and self.found_inf instead.",
@@ -471,7 +473,7 @@ class GradScaler(torch.amp.GradScaler):
         if loss_scale.is_amp_state(state_dict):
             return scale.load_state_dict(loss_scale.only_amp_entry(state_dict))
         saved = loss_scale.read_grad_scaler_state(state_dict)
-        own = {name: loss_scale.plain(value) for name, value in state_dict.items()}
+        own = {name: plain(value) for name, value in state_dict.items()}
         bounds = check_bounds(own.get("min_scale", scale.min_scale), own.get("max_scale", scale.max_scale))
         hysteresis = check_count("hysteresis", own.get("hysteresis", scale.hysteresis), 1)
         left = check_count("_hysteresis_tracker", own.get("_hysteresis_tracker", hysteresis), 0)

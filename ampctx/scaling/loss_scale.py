@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ampctx._collectives import all_reduce, ranks_of
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
-from ampctx._saved import entry, typed
+from ampctx._saved import entry, plain, typed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -142,8 +142,6 @@ class LossScale:
         if loss_scale == DYNAMIC:
             low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
             return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
-        if isinstance(loss_scale, str):
-            raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
         scale = cls(value := check_scale("loss_scale", loss_scale), dynamic=skip_nonfinite)
         if skip_nonfinite:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value
@@ -327,13 +325,6 @@ class LossScale:
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
-
-
-def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
-    size = getattr(value, "numel", None) or getattr(value, "size", None)
-    size = size() if callable(size) else size
-    return value.item() if size == 1 and hasattr(value, "item") else value
 
 
 def required(state: Mapping[str, Any], key: str) -> Any:

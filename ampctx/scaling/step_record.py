@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpStallError, listed
 from ampctx.kernels import foreach, ops
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags, move
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.reference import skip_counts
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import device_of
@@ -303,13 +303,9 @@ def host_may_read() -> bool:
 
 
 def overflowed(flags: Flags) -> Overflowed:
-    """The losses whose gradients overflowed. Host sync; after an overflow of several losses, a second one."""
-    if not flags:
-        return []
+    """The losses whose gradients overflowed. One host sync."""
     each = [flag for _, flag in flags.values()]
-    if join_flags(each, each[0].device).item() == 0:
-        return []
-    values = gathered(each).tolist() if len(each) > 1 else [1.0]
+    values = gathered(each).tolist() if len(each) > 1 else [flag.item() for flag in each]
     return [(loss_id, scale) for (loss_id, (scale, _)), value in zip(flags.items(), values, strict=True) if value]
 
 

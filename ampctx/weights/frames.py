@@ -13,7 +13,7 @@ Call everything under no_grad. No host sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -221,10 +221,10 @@ class Frames:
         """Puts back the gradients from before the block that began, or was about to, with ``depth`` blocks open.
 
         Also ends blocks inside it that are still open, such as those of generators. ``ending``: at the end of the
-        block. If that has added gradients up here, they are incomplete.
+        block. If that has added gradients up here, they are incomplete. A ``depth`` of -1 ends a window, too.
         """
         self.incomplete |= ending and self.depth <= depth
-        while self.depth > depth:
+        while self.frames and self.depth > depth:
             frame = self.frames[-1]
             before = frame.stash if frame.backup is None else frame.backup
             for p in self._masters.leaves:
@@ -332,50 +332,26 @@ class Frames:
             return self.window is not None
         return not have_no_grads(self._masters.params_with_master)
 
-    def collect(self, check_before: Callable[[], bool] = bool) -> FoundInf:
+    @torch.no_grad()
+    def collect(self, check_before: Callable[[], bool] = bool, inv_scale: Factor | None = None) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
 
-        Returns the flags of the checked gradients.
+        ``inv_scale``: in place of the window's. Returns the flags of the checked gradients.
         """
-        found_inf = FoundInf()
-        if self.window is not None:
-            self.close_window(self.window.inv_scale, found_inf, check_before)
-        elif self._masters.pairs:
-            self.frames.append(Frame(1.0, 1.0, {}))
-            try:
-                # Those of plain parameters have scale 1 already.
-                self.leave(found_inf, set(map(id, self._masters.params_without_master)))
-            except BaseException:
-                self.frames.clear()
-                self.incomplete = True  # they may be non-finite
-                raise
-        return found_inf
-
-    @torch.no_grad()
-    def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: Callable[[], bool] = bool) -> None:
-        """Unscales and adds the gradients of a window that no block ends. Between blocks."""
-        try:
-            self.leave(found_inf, None, check_before, inv_scale)
-        except BaseException:
-            self.incomplete = True
-            raise
-
-    def declare_scaled(self, inv_scale: Factor, loss: Any) -> None:
-        """Treats ``.grad`` as scaled: part of the window, or a new one. For a caller that runs backward outside of
-        blocks. Between blocks."""
-        self._masters.place.materialize()
-        scaled = [p for p in self._masters.leaves if p.grad is not None]
+        found_inf, done = FoundInf(), None
         if self.window is None:
-            self.frames[:] = [Frame(1.0, inv_scale, {}, True, loss, scaled)]
-        else:
-            self.window.scaled = scaled
-
-    def drop_window(self) -> None:
-        """Puts back the gradients from before the window. Between blocks."""
-        if self.frames:
-            for p in self._masters.leaves:
-                p.grad = self.frames[0].stash.get(p)
-            self.frames.clear()
+            if not self._masters.pairs:
+                return found_inf
+            self.frames.append(Frame(1.0, 1.0, {}))
+            done = set(map(id, self._masters.params_without_master))  # of scale 1 already
+        try:
+            self.leave(found_inf, done, check_before, inv_scale)
+        except BaseException:
+            self.incomplete = True  # masters may have some of them already, and they may be non-finite
+            if done is not None:
+                self.frames.clear()
+            raise
+        return found_inf
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
@@ -387,15 +363,7 @@ class Frames:
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()
-        self._drop(self._masters.leaves)
-
-    def drop_incomplete(self) -> None:
-        """Drops the incomplete sums of an exception: after ``reset`` no check would refuse them."""
-        if self.incomplete:
-            self._drop(self._masters.leaves)
-
-    def _drop(self, params: Iterable[Tensor]) -> None:
-        for p in params:
+        for p in self._masters.leaves:
             p.grad = None
         self.drop_master_grads()
         self.forget()

@@ -44,11 +44,11 @@ class MasterParams:
     All methods run under no_grad. No host sync unless a method says so.
 
     Args:
-        optimizer: masters replace 16-bit parameters in its groups.
+        optimizer: masters replace 16-bit parameters in its groups. Held weakly.
         master_weights: whether 16-bit parameters get masters.
         originals: the data of parameters before a cast; their masters start from it.
-        taken: ids of parameters that have a master in another optimizer.
         name_of: gives the name of a parameter, for messages.
+        beside: those of the session, which these join. One of them alone may have the master of a parameter.
 
     Attributes:
         pairs: (model parameter, master). params_with_master, masters: the two as lists.
@@ -59,17 +59,19 @@ class MasterParams:
         place: where pending gradients are.
 
     Raises:
-        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
+        AmpError: a 16-bit parameter without values (of a lazy module), or with a master in another optimizer.
     """
 
     def __init__(
         self,
         optimizer: Any,
         master_weights: bool,
-        originals: dict[Tensor, Tensor],
-        taken: Container[int] = (),
+        originals: Mapping[Tensor, Tensor],
         name_of: Callable[[Tensor], str] | None = None,
+        beside: weakref.WeakSet[MasterParams] | None = None,
     ) -> None:
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self.beside = weakref.WeakSet() if beside is None else beside
         self.master_weights, self._name_of = master_weights, name_of or ParameterNames()
         self.place = Place()
         # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients.
@@ -104,32 +106,28 @@ class MasterParams:
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
         self._members: list[list[Tensor]] = []
-        self.follow(optimizer, lambda: taken, originals=originals)
+        self.follow(originals=originals)
         if master_weights:
             ALIVE.add(self)
+            self.beside.add(self)
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    def is_current(self, optimizer: Any) -> bool:
+    def is_current(self) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        if not have_members(optimizer.param_groups, self._members):
+        if not have_members(self._optimizer().param_groups, self._members):
             return False
         return not self._frozen or not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
-    def follow(
-        self,
-        optimizer: Any,
-        taken: Callable[[], Container[int]],
-        drop_grads: bool = False,
-        originals: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
+    def follow(self, drop_grads: bool = False, originals: Mapping[Tensor, Tensor] | None = None) -> None:
         """Follows the program's changes of the groups: added, removed, moved, replaced and unfrozen parameters. Puts
         masters into the groups in place of 16-bit parameters.
 
         ``drop_grads``: drop earlier gradients of parameters that join, whose scale is unknown.
         """
         self.resync()
+        optimizer, originals = self._optimizer(), originals or {}
         groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
         left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
@@ -154,14 +152,14 @@ class MasterParams:
                     elif not p.requires_grad:
                         frozen.append(p)
                     else:
-                        if id(p) in taken():
+                        if any(other.holds(p) for other in list(self.beside)):
                             raise AmpError(
                                 f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can "
                                 "keep its fp32 master weight: with a master each, a step of one would undo those of "
                                 "the other. Pass each parameter to one optimizer, use O1 or O4, or pass "
                                 "master_weights=False."
                             )
-                        master = self._make(optimizer, p, (originals or {}).get(p))
+                        master = self._make(optimizer, p, originals.get(p))
                         pairs.append((p, master))
                         made.append((p, master))
                     here = group["params"][i] = p if master is None else master
@@ -178,7 +176,7 @@ class MasterParams:
             if id(master) not in stands_for:
                 self._left[p] = weakref.ref(master)
         for p in plain:
-            original = (originals or {}).get(p)
+            original = originals.get(p)
             if p.dtype in LOW_PRECISION and id(p) not in known:
                 self._low.add(id(p))
             if original is not None:
@@ -241,10 +239,12 @@ class MasterParams:
         master = source.detach().to(torch.float32, copy=True)
         return MasterParam(master, place=self.place) if self.takes_pending else nn.Parameter(master)
 
-    def in_groups(self, optimizer: Any) -> list[Tensor]:
-        """The model parameters whose masters are in the groups now."""
-        members = (p for group in optimizer.param_groups for p in group["params"])
-        return [self.model_of[p] for p in members if p in self.model_of]
+    def holds(self, p: Tensor) -> bool:
+        """Whether a model parameter has a master that is in the groups now."""
+        master, optimizer = self._master_of.get(id(p)), self._optimizer()
+        if master is None or optimizer is None:
+            return False
+        return any(member is master for group in optimizer.param_groups for member in group["params"])
 
     def refuse_params_with_master(self, group: dict[str, Any]) -> None:
         """Raises AmpError if a parameter of the group has its master in the optimizer, which torch does not see."""
@@ -298,8 +298,9 @@ class MasterParams:
         return torch.promote_types(of_param, torch.float32) if self._wide_state else of_param
 
     @torch.no_grad()
-    def release(self, optimizer: Any) -> None:
+    def release(self) -> None:
         """Puts the model parameters back into the optimizer, in fp32 with the masters' values and gradients."""
+        optimizer = self._optimizer()
         self.resync()
         self.place.materialize()
         for group in optimizer.param_groups:
@@ -363,14 +364,14 @@ class MasterParams:
             self.resync()
 
     @torch.no_grad()
-    def take_broadcast(self, optimizer: Any, weights_final: bool) -> None:
+    def take_broadcast(self, weights_final: bool) -> None:
         """After a ``resync`` while ``unsure``. ``weights_final``: no broadcast of weights can still come.
 
         Rounds masters that a load has set if a broadcast has written their weights since: ranks that loaded nothing
         know only the rounded weights. Not if optimizer state or masters were loaded, too: every rank loads those.
         """
         for p, master in self.pairs if self._loaded and not self.were_restored else ():
-            if self._loaded.get(id(p), version_of(p)) != version_of(p) and not optimizer.state.get(master):
+            if self._loaded.get(id(p), version_of(p)) != version_of(p) and not self._optimizer().state.get(master):
                 master.copy_(p)
         self.agree()
         if weights_final:

@@ -24,11 +24,6 @@ def _masters_with(p: Tensor) -> list[MasterParams]:
     return [masters for masters in list(ALIVE) if masters.pairs_of([p])]
 
 
-def masters_of(model: nn.Module) -> list[Tensor]:
-    """The masters of the model's parameters, of any session."""
-    return [master for masters in list(ALIVE) for _, master in masters.pairs_of(model.parameters())]
-
-
 class ShowMasters(UpcastEntries):
     """Shows masters in place of up-cast 16-bit values."""
 

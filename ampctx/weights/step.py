@@ -64,8 +64,8 @@ def takes_step(optimizer: Any) -> bool:
     """
     step = getattr(optimizer, "__dict__", {}).get("step")
     if step is not None:
-        return _has_given.__wrapped__(step)
-    return _has_given(getattr(type(optimizer), "step", None))
+        return has_parameter.__wrapped__(step, "given")
+    return has_parameter(getattr(type(optimizer), "step", None), "given")
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -79,5 +79,6 @@ def declares(optimizer: Any, name: str) -> bool:
 
 
 @functools.cache
-def _has_given(step: Callable | None) -> bool:
-    return step is not None and "given" in inspect.signature(step).parameters
+def has_parameter(step: Callable | None, name: str) -> bool:
+    """Of the ``step`` of a class. Not for bound methods: the cache would keep their object alive."""
+    return step is not None and name in inspect.signature(step).parameters

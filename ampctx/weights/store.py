@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampctx.kernels.reference_steps import join, spacing, split
+
+
+class Store(NamedTuple):
+    """One way to keep it.
+
+    mode: as the ops and ``layout_of`` name it. key: in the state. dtype: what is kept, None for that of the parameter.
+    fp32: the weight of (parameter, kept): ``kept`` itself, or a new tensor.
+    resync: (parameter, kept) after a write to the parameter: where it is not the rounded weight, it is the weight.
+    divided: (fp32 weight, dtype, what the weight was made with, if anything) as (parameter, kept).
+    """
+
+    mode: str
+    key: str
+    dtype: torch.dtype | None
+    fp32: Callable[[Tensor, Tensor], Tensor]
+    resync: Callable[[Tensor, Tensor], object]
+    divided: Callable[[Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
@@ -18,85 +35,39 @@ def resynced(p: Tensor, master: Tensor) -> Tensor:
     return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
-class Store(Protocol):
-    """One way to keep it: ``mode`` as the ops and ``layout_of`` name it, ``key`` in the state."""
-
-    mode: str
-    key: str
-
-    def dtype(self, of_param: torch.dtype) -> torch.dtype: ...
-    def fp32(self, p: Tensor, kept: Tensor) -> Tensor:
-        """The weight: ``kept`` itself, or a new tensor."""
-
-    def resync(self, p: Tensor, kept: Tensor) -> None:
-        """Follows a write to the parameter: where it is not the rounded weight, it is the weight."""
-
-    def divided(self, weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The parameter and what is kept of an fp32 weight. ``kept``: what the weight was made with, if anything."""
+def _resync_remainder(p: Tensor, kept: Tensor) -> None:
+    # Any 16 bits fit the weight, except those that turn a zero or an infinity into nan.
+    kept.masked_fill_(torch.isnan(join(p, kept)) & ~torch.isnan(p), 0)
 
 
-class _CopyStore:
-    """The fp32 weight."""
-
-    mode, key = "copy", "master_param"
-
-    def dtype(self, of_param: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def fp32(self, p: Tensor, kept: Tensor) -> Tensor:
-        return kept
-
-    def resync(self, p: Tensor, kept: Tensor) -> None:
-        kept.copy_(resynced(p, kept))
-
-    def divided(self, weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        return weight.to(dtype), weight
+def _resync_compensation(p: Tensor, kept: Tensor) -> None:
+    # Rounding to nearest leaves at most half a unit in the last place.
+    kept.masked_fill_(~(2 * kept.float().abs() <= spacing(p.detach())), 0)
 
 
-class _SplitStore:
-    """The 16 bits that a bf16 weight lacks of fp32."""
-
-    mode, key = "split", "remainder"
-
-    def dtype(self, of_param: torch.dtype) -> torch.dtype:
-        return torch.int16
-
-    def fp32(self, p: Tensor, kept: Tensor) -> Tensor:
-        return join(p, kept)
-
-    def resync(self, p: Tensor, kept: Tensor) -> None:
-        # Any 16 bits fit the weight, except those that turn a zero or an infinity into nan.
-        kept.masked_fill_(torch.isnan(join(p, kept)) & ~torch.isnan(p), 0)
-
-    def divided(self, weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        return split(weight)
+def _compensated(weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    if kept is not None:
+        # The sum is off by less than a bit of fp32, so the difference rounds to the parameter itself.
+        return (weight - kept.float()).to(dtype), kept
+    rounded = weight.to(dtype)
+    rest = weight - rounded.float()
+    return rounded, torch.where(torch.isfinite(rest), rest, 0).to(dtype)
 
 
-class _KahanStore:
-    """The rounding error, in 16 bits."""
-
-    mode, key = "kahan", "compensation"
-
-    def dtype(self, of_param: torch.dtype) -> torch.dtype:
-        return of_param
-
-    def fp32(self, p: Tensor, kept: Tensor) -> Tensor:
-        return p.float() + kept.float()
-
-    def resync(self, p: Tensor, kept: Tensor) -> None:
-        # Rounding to nearest leaves at most half a unit in the last place.
-        kept.masked_fill_(~(2 * kept.float().abs() <= spacing(p.detach())), 0)
-
-    def divided(self, weight: Tensor, dtype: torch.dtype, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        if kept is not None:
-            # The sum is off by less than a bit of fp32, so the difference rounds to the parameter itself.
-            return (weight - kept.float()).to(dtype), kept
-        rounded = weight.to(dtype)
-        rest = weight - rounded.float()
-        return rounded, torch.where(torch.isfinite(rest), rest, 0).to(dtype)
-
-
-STORES: dict[str, Store] = {store.mode: store for store in (_CopyStore(), _SplitStore(), _KahanStore())}
+# The fp32 weight; the 16 bits that a bf16 weight lacks of fp32; the rounding error, in 16 bits.
+COPY = Store(
+    "copy",
+    "master_param",
+    torch.float32,
+    fp32=lambda p, kept: kept,
+    resync=lambda p, kept: kept.copy_(resynced(p, kept)),
+    divided=lambda weight, dtype, kept: (weight.to(dtype), weight),
+)
+SPLIT = Store("split", "remainder", torch.int16, join, _resync_remainder, lambda weight, dtype, kept: split(weight))
+KAHAN = Store(
+    "kahan", "compensation", None, lambda p, kept: p.float() + kept.float(), _resync_compensation, _compensated
+)
+STORES = {store.mode: store for store in (COPY, SPLIT, KAHAN)}
 # mode -> key
 EXTRAS = {mode: store.key for mode, store in STORES.items()}
 

@@ -21,18 +21,17 @@ class Waiting:
 
     Args:
         owner: the session.
+        flags: those of its optimizer, which this one joins once ranks have agreed on it.
         groups: the process groups to reduce over, one after the other.
-        conclude: gets this object and the flag that ranks have agreed on.
 
     Attributes:
         moves_scale: whether the flag will update the loss scale. Not after a scale was loaded.
         failed: whether ranks could not agree on it.
     """
 
-    def __init__(
-        self, owner: Any, scale: Any, found_inf: Tensor, groups: list[Any], conclude: Callable[[Waiting, Tensor], None]
-    ) -> None:
-        self._owner, self._scale, self._found_inf, self._conclude = weakref.ref(owner), scale, found_inf, conclude
+    def __init__(self, owner: Any, flags: Any, loss_id: int, scale: Any, found_inf: Tensor, groups: list[Any]) -> None:
+        self.owner, self._flags, self._loss_id = weakref.ref(owner), weakref.ref(flags), loss_id
+        self._scale, self._found_inf = scale, found_inf
         self.groups, self.moves_scale, self.failed = groups, True, False
         ALL.append(self)
 
@@ -59,13 +58,14 @@ class Waiting:
             self.failed = True
             raise
         self.drop()
-        self._conclude(self, found_inf)
+        if (flags := self._flags()) is not None:
+            flags.undecided = None
+            flags.add(self._loss_id, self._scale, found_inf)
+        if self.moves_scale:
+            self._scale.update(found_inf)
 
     def drop(self) -> None:
         ALL[:] = [each for each in ALL if each is not self]
-
-    def is_of(self, owner: Any) -> bool:
-        return self._owner() is owner
 
 
 # In the order of the blocks, which is the same on every rank.
@@ -74,7 +74,7 @@ ALL: list[Waiting] = []
 
 def of(owner: Any) -> list[Waiting]:
     """The flags of the blocks of a session."""
-    return [flag for flag in ALL if flag.is_of(owner)]
+    return [flag for flag in ALL if flag.owner() is owner]
 
 
 def over(groups: list[Any]) -> list[Waiting]:

@@ -164,7 +164,6 @@ def test_what_it_refuses():
         (lambda: dynamic.set(torch.ones(2)), AmpValueError, "takes a tensor, of one element"),
         (lambda: static.set(torch.ones(1)), AmpValueError, "takes a tensor, of one element"),
         (lambda: only_amp_entry({"loss_scaler0": []}), AmpTypeError, "must be a dict, got list"),
-        (lambda: LossScale.from_option("automatic", None, None), AmpValueError, 'loss_scale is "automatic"'),
         (lambda: LossScale.from_option(None, None, None), AmpTypeError, "loss_scale must be a number"),
     ):
         with pytest.raises(kind, match=message):

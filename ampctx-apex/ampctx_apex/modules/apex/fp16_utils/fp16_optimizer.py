@@ -118,7 +118,7 @@ class FP16_Optimizer:
 
     def _take_in(self) -> None:
         """Adds masters for parameters that were unfrozen or added in new groups."""
-        self._masters.follow(self.optimizer, frozenset)
+        self._masters.follow()
 
     def _groups(self) -> Groups:
         return [group["params"] for group in self.optimizer.param_groups]
@@ -169,7 +169,7 @@ class FP16_Optimizer:
         self._take_in()
         self._masters.resync()
         if self._masters.unsure:
-            self._masters.take_broadcast(self.optimizer, weights_final=True)
+            self._masters.take_broadcast(weights_final=True)
         # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
         model_grads, master_grads = _grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.params_without_master if p.grad is not None]
@@ -277,7 +277,7 @@ class FP16_Optimizer:
         # From here on the masters are what counts, whatever the model's weights are.
         self._masters.resync()
         if self._masters.unsure:
-            self._masters.take_broadcast(self.optimizer, weights_final=True)
+            self._masters.take_broadcast(weights_final=True)
         for master, value in pairs:
             master.copy_(value)
 
