@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import is_distributed
-from ampctx._compiling import outside_of_graphs
+from ampctx._decorators import outside_of_graphs
 from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale

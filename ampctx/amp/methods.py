@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ampctx._compiling import outside_of_graphs
+from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError
 
 

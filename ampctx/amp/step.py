@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs, without_grad
+from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures
 from ampctx.amp.events import Events, StepFacts, tell

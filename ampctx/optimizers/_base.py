@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
-from ampctx._compiling import without_grad
+from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off

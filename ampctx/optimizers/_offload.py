@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs
+from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels import tensor_loops
 from ampctx.kernels.foreach import PerDevice

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import all_reduce, check_process_group
-from ampctx._compiling import outside_of_graphs, without_grad
+from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
-from ampctx._compiling import without_grad
+from ampctx._decorators import without_grad
 from ampctx._errors import AmpError
 from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
