@@ -52,7 +52,7 @@ class _Shown(nn.Module):
 @torch.no_grad()
 def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. Host sync only for
-    optimizers with ``offload``.
+    masters in host memory.
 
     Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share one share its
     copy. Includes masters in the state of an optimizer (``FusedAdam(master_weights=True)``) that went through
