@@ -107,6 +107,7 @@ def goals(found: Rows) -> Iterator[str]:
 _OWN = "FusedLAMB|FusedMixed|FusedNovo|LARC"  # torch has none: its formula stands in
 GROUPS = {
     "step after backward, ResNet-50": rf"tail-cpu-resnet50-O\d-(?!{_OWN}).*/torch-fused/ratio",
+    "the same, GPT-2 small, EfficientNet-B7, a LoRA": r"tail-cpu-(gpt2|efficientnet|lora).*/torch-fused/ratio",
     "step after backward, small tensors": r"tail-cpu-tiny(?!.*-8-clip/).*/torch-fused/ratio",
     "the same, DTensors of one of 8 ranks": r"tail-cpu-\w+-O1-FusedAdam-8-clip/.*/torch-fused/ratio",
     "the same, LAMB, NovoGrad, LARC": rf"tail-cpu-\w+-O\d-({_OWN}).*/torch-fused/ratio",

@@ -13,16 +13,16 @@ from torch import nn
 Shape = tuple[int, ...]
 
 
+def conv(n_in: int, n_out: int, kernel: int) -> Iterator[tuple[str, Shape]]:
+    yield "weight", (n_out, n_in, kernel, kernel)
+    yield "norm", (n_out,)
+
+
 def resnet50() -> Iterator[tuple[str, Shape]]:
     """``(kind, shape)`` of each weight of ResNet-50 with 1000 classes, in the order of the network.
 
     ``"norm"`` stands for the weight and the bias of one BatchNorm; 161 parameters, 25,557,032 elements.
     """
-
-    def conv(n_in: int, n_out: int, kernel: int) -> Iterator[tuple[str, Shape]]:
-        yield "weight", (n_out, n_in, kernel, kernel)
-        yield "norm", (n_out,)
-
     yield from conv(3, 64, 7)
     n_in = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -35,6 +35,37 @@ def resnet50() -> Iterator[tuple[str, Shape]]:
             n_in = 4 * width
     yield "weight", (1000, n_in)
     yield "weight", (1000,)
+
+
+def efficientnet_b7() -> Iterator[tuple[str, Shape]]:
+    """711 parameters, 66,347,960 elements."""
+    yield from conv(3, 64, 3)
+    n_in = 64
+    stages = (
+        (1, 3, 32, 4),
+        (6, 3, 48, 7),
+        (6, 5, 80, 7),
+        (6, 3, 160, 10),
+        (6, 5, 224, 10),
+        (6, 5, 384, 13),
+        (6, 3, 640, 4),
+    )
+    for expand, kernel, n_out, blocks in stages:
+        for _ in range(blocks):
+            wide, narrow = expand * n_in, n_in // 4
+            if expand > 1:
+                yield from conv(n_in, wide, 1)
+            yield from conv(1, wide, kernel)
+            yield from (("weight", s) for s in ((narrow, wide, 1, 1), (narrow,), (wide, narrow, 1, 1), (wide,)))
+            yield from conv(wide, n_out, 1)
+            n_in = n_out
+    yield from conv(n_in, 2560, 1)
+    yield from (("weight", s) for s in ((1000, 2560), (1000,)))
+
+
+def lora() -> Iterator[tuple[str, Shape]]:
+    """1,100 tensors of 4,096 elements, as the adapters of a model of 7 billion."""
+    return repeat(("weight", (16, 256)), 1100)
 
 
 def bert_large() -> Iterator[tuple[str, Shape]]:
@@ -72,6 +103,11 @@ def gpt(layers: int, width: int, context: int, words: int) -> Iterator[tuple[str
     yield from layer_norm
 
 
+def gpt2_small() -> Iterator[tuple[str, Shape]]:
+    """148 parameters, 124,439,808 elements."""
+    return gpt(12, 768, 1024, 50257)
+
+
 def gpt2_xl() -> Iterator[tuple[str, Shape]]:
     """580 parameters, 1,557,611,200 elements."""
     return gpt(48, 1600, 1024, 50257)
@@ -97,7 +133,10 @@ def digits() -> Iterator[tuple[str, Shape]]:
 MODELS: dict[str, Callable[[], Iterator[tuple[str, Shape]]]] = {
     "resnet50": resnet50,
     "bert-large": bert_large,
+    "gpt2-small": gpt2_small,
     "gpt2-xl": gpt2_xl,
+    "efficientnet-b7": efficientnet_b7,
+    "lora": lora,
     **{f"tiny{tensors}": partial(tiny, tensors) for tensors in (161, 1000, 5000, 20000)},
     "digits": digits,
 }

@@ -71,6 +71,9 @@ def entries(device: str) -> Iterator[Entry]:
     for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
             yield tails(model, level, "FusedAdam", clip, True)
+    for model in ("gpt2-small", "efficientnet-b7", "lora") if device == "cpu" else ():
+        for level, clip in itertools.product(("O1", "O2"), (False, True)):
+            yield tails(model, level, "FusedAdam", clip, False)
     for model in ("tiny161", "tiny1000"):  # of fully_shard
         found = tails(model, "O1", "FusedAdam", True, False)
         yield Entry("tail", (*found.options, "--ranks", "8"))

@@ -136,7 +136,7 @@ def test_gains_are_called_what_they_are(values, told):
     found += of_ratios(("tail-cuda-tiny0-O1/tail/torch-fused/ratio", 9.0))
     lines = list(report.gains(found))
     assert lines[0].startswith(told)
-    assert lines[1].startswith("- **Not recorded:** step after backward, ResNet-50; the same, DTensors")
+    assert lines[1].startswith("- **Not recorded:** step after backward, ResNet-50; the same, GPT-2")
     assert lines[-1] == f"- **Goals:** [0 of {len(report.GOALS)} are missed](../benchmarks/GOALS.md)."
 
 
