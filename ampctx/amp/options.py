@@ -27,7 +27,8 @@ class PrecisionPolicy:
         master_weights: whether the optimizer steps fp32 copies of 16-bit weights, or "split".
         loss_scale: "dynamic" or a number.
         cast_model_outputs: dtype of the model's floating outputs.
-        keep_fp32, ops_fp32: modules and functions that compute in fp32.
+        keep_fp32: modules that compute in fp32.
+        ops_fp32: functions that do.
     """
 
     enabled: bool

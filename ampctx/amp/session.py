@@ -208,8 +208,7 @@ class AmpSession:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
                 DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
                 a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
-            AmpRankError: levels or loss scales differ between the ranks of ``process_group``.
-            Nothing has changed then.
+            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
         """
         options = locals()
         if isinstance(enabled, str):
