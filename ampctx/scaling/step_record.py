@@ -144,8 +144,8 @@ class StepOutcome:
 
     @property
     def reason(self) -> str | None:
-        """Why the step was skipped, "overflow" for inf or nan in the gradients, or "found_inf" for only a flag that other
-        code had set on the optimizer. None if it ran."""
+        """Why the step was skipped, "overflow" for inf or nan in the gradients, or "found_inf" for only a flag that
+        other code had set on the optimizer. None if it ran."""
         return None if not self.skipped else "overflow" if self.overflowed else "found_inf"
 
     @property
