@@ -431,6 +431,8 @@ class Training(RuleBasedStateMachine):
             self.end_step(i, self.update)
             for p, grad in zip(self.members(i).values(), grads, strict=True):
                 p.grad = grad
+        elif opt.window is None and self.left_bad(opt, [p.grad for p in self.members(i).values() if not p.has_master]):
+            opt.flags.add(-1)
         opt.failed = True
 
     @precondition(lambda self: self.idle)
@@ -454,6 +456,10 @@ class Training(RuleBasedStateMachine):
             self.optimizers[i].step(closure)
             self.end_step(i)
 
+    def left_bad(self, opt, grads):
+        """Whether a step finds inf or nan in what an earlier one has left, and no block has checked since."""
+        return self.checks and opt.stepped and not opt.checked and any(map(is_bad, grads))
+
     def end_step(self, i, update=None):
         """Whether it was skipped."""
         opt, members = self.opts[i], self.members(i)
@@ -469,7 +475,7 @@ class Training(RuleBasedStateMachine):
                 waiting, self.scales[loss].waiting = self.scales[loss].waiting, None
                 self.update_scale(loss, bad)
                 self.scales[loss].waiting = waiting
-        elif self.checks and opt.stepped and not opt.checked and any(map(is_bad, left)):
+        elif self.left_bad(opt, left):
             opt.flags.add(-1)
         skipped = bool(opt.flags)
         if not skipped:
