@@ -387,9 +387,10 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.idle and not self.by_optimizer)
     @rule(i=OPTS, part=st.sampled_from([0.25, 0.5, 2.0]), clip=st.sampled_from(CLIPS))
     def clip(self, i, part, clip):
+        if any(is_bad(p.grad) or is_bad(p.plain) for p in self.members(i).values()):
+            return
         self.collect(i)
-        grads = [p.grad for p in self.members(i).values() if p.grad is not None]
-        if not grads or any(map(is_bad, grads)):
+        if not (grads := [p.grad for p in self.members(i).values() if p.grad is not None]):
             return
         norm = torch.cat(grads).double().norm().item()
         found = clip(self.session.master_params(self.optimizers[i]), part * norm or 1.0)
@@ -692,7 +693,7 @@ class Training(RuleBasedStateMachine):
             target.load_state_dict(copy.deepcopy(states[name]))
         for n, p in self.params.items():
             p.value, p.state = params[n].value, params[n].state
-            p.grad = p.plain = p.window = None
+            p.grad = p.plain = p.window = p.loaded = None
             self.model.get_parameter(n).requires_grad_(not p.frozen)
         self.scales = scales
         for opt, (flags, scales) in zip(self.opts, of_optimizers, strict=True):
@@ -769,7 +770,7 @@ if EXAMPLES is None:
     seed(0)(Training)  # the same runs everywhere: derandomize goes by the path, too
 TestTraining = Training.TestCase
 TestTraining.settings = settings(
-    max_examples=int(EXAMPLES or 120),
+    max_examples=int(EXAMPLES or 200),
     stateful_step_count=30,
     phases=[Phase.generate],
     deadline=None,
