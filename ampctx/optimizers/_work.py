@@ -138,6 +138,10 @@ class Work(NamedTuple):
         return self.kind[1]
 
     @property
+    def write_back(self) -> str:
+        return "copy" if self.kind[0] == "model" else self.kind[0]
+
+    @property
     def is_plain(self) -> bool:
         """Whether the op reads and writes the program's own tensors, or parts of them, and no copies."""
         return self.fused and not self.relaid
@@ -272,17 +276,15 @@ def finish_unscaling(works: Sequence[Work]) -> None:
 
 def defaults_of(work: Work) -> dict[str, Any]:
     """The arguments of an op in place of those that a step does not give it."""
-    code = WRITE_BACKS.index("copy" if work.kind[0] == "model" else work.kind[0])
     ends = {"skips": (), "grad_norm": 1.0, "max_norm": -1.0, "stochastic_state": False, "numbers": steps.NO_NUMBERS}
-    return {**ends, **work.random, "write_back": code}
+    return {**ends, **work.random, "write_back": WRITE_BACKS.index(work.write_back)}
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
-    write_back = "copy" if work.kind[0] == "model" else work.kind[0]
     if work.fused:
-        getattr(steps, op)(**work.lists, **arguments, **work.random, write_back=write_back)
+        getattr(steps, op)(**work.lists, **arguments, **work.random, write_back=work.write_back)
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
-        code = WRITE_BACKS.index(write_back)
+        code = WRITE_BACKS.index(work.write_back)
         reference_steps.run(op, {**work.lists, **arguments, **tensors, **work.random, "write_back": code})

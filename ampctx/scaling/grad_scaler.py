@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdRef
 
-from ampctx._collectives import check_process_group
+from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx._saved import plain
 from ampctx.casts.model_watch import ParameterNames
@@ -246,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
         # A gradient of each device, by its number: device objects take longer.
         some = dict(zip(map(Tensor.get_device, grads), grads, strict=True)).values()
         flags = {grad.device: move(start, grad.device) for grad in some}
-        grads = [grad for grad in strided_grads(parameters) if grad is not None]
+        grads = strided_grads(parameters)
         raised = FoundInf()
         raised.per_device = flags
         if inv_scale is None:
@@ -264,7 +264,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             place_grads(params)
             if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
                 state["meshes"] = meshes  # over which ``_flags`` will join the flags

@@ -47,14 +47,13 @@ def strided_grad(parameter: Tensor) -> Tensor | None:
     return grad.values()
 
 
-def strided_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """``strided_grad`` of each."""
-    params = list(params)
+def strided_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """``strided_grad`` of those that have a gradient."""
     if not torch.compiler.is_compiling():
-        grads = list(map(grad_of, params))
-        if {layout_of(grad) for grad in grads if grad is not None} <= {torch.strided}:
+        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        if set(map(layout_of, grads)) <= {torch.strided}:
             return grads
-    return list(map(strided_grad, params))
+    return [grad for grad in map(strided_grad, params) if grad is not None]
 
 
 def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -187,15 +186,17 @@ def _clip(
     ):
         return norm
     touched = _without(pending, found)
-    spread = _spread_grads(touched) if are_sharded else None
-    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    given = [grad for grad in (strided_grads(touched) if spread is None else spread.whole) if grad is not None]
-    grads = [grad for grad in given if grad.numel() > 0] if spread is None else _there(spread.parts)
     norms = [each.norm() for each in pending]
-    if spread is not None:
+    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
+    if are_sharded:
+        spread = _spread_grads(touched)
+        given, grads = _there(spread.whole), _there(spread.parts)
         norms.append(_norm_over_ranks(touched, spread, order, use_foreach))
-    elif grads or not pending:
-        norms.append(_total_norm(grads, order, use_foreach))
+    else:
+        given = strided_grads(touched)
+        grads = [grad for grad in given if grad.numel() > 0]
+        if grads or not pending:
+            norms.append(_total_norm(grads, order, use_foreach))
     norm = joined_norm(norms)
     if process_group is not None:
         norm = _over_ranks(norm, order, partial(all_reduce, group=process_group), "the norm of its parameters")
@@ -262,7 +263,7 @@ def _spread_grads(params: list[Tensor]) -> SpreadGrads:
     found = spread_grads(params)
     if found is None or not found.placed or may_arrive_as_sums(params):
         place_grads(params)
-        whole = strided_grads(params)
+        whole = list(map(strided_grad, params))
         parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
         found = SpreadGrads(whole, parts, layouts_of(params), True)
     return found
