@@ -346,8 +346,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaling = _work.scaling_of(self, self._grad_factor(), given() if callable(given) else given)
         # Every check first, so that an error leaves everything as it was.
         for g, group in enumerate(self.param_groups):
-            if isinstance(group["lr"], Tensor):
-                _options.check_one_element("lr", group["lr"])
             try:
                 _options.check_between_steps(group, self._flags(group))
                 _state_types.check(type(self).__name__, self._ops, group)

@@ -106,6 +106,10 @@ def check_betas(betas: Any) -> tuple[float, float]:
 
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:
     """Checks options that user code may have changed since the last step, and that the ops would misread."""
+    if isinstance(lr := group["lr"], Tensor):
+        check_one_element("lr", lr)
+    elif type(lr) is not float:
+        _real("lr", lr)
     for name in flags:
         if group[name] is not True and group[name] is not False:
             check_flag(name, group[name])

@@ -344,16 +344,20 @@ def test_a_flag_that_is_set_to_text_between_steps_is_refused_before_any_group_is
     run(optimizer, 1)
 
 
-@pytest.mark.parametrize("betas", ["ab", 0.9, (0.9,), (0.9, NAN), (1.0, 0.9), None, (0.9, "0.99")], ids=repr)
+BETAS = ("ab", 0.9, (0.9,), (0.9, NAN), (1.0, 0.9), None, (0.9, "0.99"))
+RATES = ("fast", None, torch.ones(2))
+
+
+@pytest.mark.parametrize(("key", "value"), [*(("betas", b) for b in BETAS), *(("lr", lr) for lr in RATES)], ids=repr)
 @pytest.mark.parametrize("name", ["adam", "lion", "novograd"])
-def test_betas_that_are_set_between_steps(name, betas):
+def test_numbers_that_are_set_between_steps(name, key, value):
     optimizer = trained(name)
     before = snapshot(optimizer)
-    optimizer.param_groups[0]["betas"] = betas
-    with pytest.raises(AmpError, match=r"param_groups\[0\]: .*beta"):
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(AmpError, match=rf"param_groups\[0\]: .*{key.rstrip('s')}"):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
-    optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+    optimizer.param_groups[0][key] = {"betas": [0.5, 0.9], "lr": 1}[key]
     run(optimizer, 1)
 
 
