@@ -166,6 +166,9 @@ class Frames:
         if plan.leaves is not self._masters.leaves:
             return False
         # Views into buckets, see ``_of_masters``. Where one process alone has any, all are.
+        suspects = params if is_distributed() else params[:1]
+        if not all(_fills_its_storage(g) for p in suspects if (g := p.grad) is not None):
+            return False
         try:
             has_left, pending = plan.leave(factor, found_inf)
             if has_left:
