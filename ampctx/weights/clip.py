@@ -189,7 +189,7 @@ def _clip(
     norms = [each.norm() for each in pending]
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
     if are_sharded:
-        spread = _spread_grads(touched)
+        spread = placed_grads(touched)
         given, grads = _there(spread.whole), _there(spread.parts)
         norms.append(_norm_over_ranks(touched, spread, order, use_foreach))
     else:
@@ -258,14 +258,14 @@ def _there(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def _spread_grads(params: list[Tensor]) -> SpreadGrads:
-    """The gradients of parameters, some of which are DTensors, placed as these."""
+def placed_grads(params: list[Tensor]) -> SpreadGrads:
+    """The gradients of parameters, some of which are DTensors, after ``place_grads``."""
     found = spread_grads(params)
-    if found is None or not found.placed or may_arrive_as_sums(params):
+    if found is None or may_arrive_as_sums(params):
         place_grads(params)
         whole = list(map(strided_grad, params))
         parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
-        found = SpreadGrads(whole, parts, layouts_of(params), True)
+        found = SpreadGrads(whole, parts, layouts_of(params))
     return found
 
 
