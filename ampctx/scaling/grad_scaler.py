@@ -68,7 +68,8 @@ def _culprits(optimizer: Any) -> Culprits:
 
 
 def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
-    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
+    optimizer = stepped() if is_current else None
+    return None if optimizer is None else _culprits(optimizer) or None
 
 
 def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
@@ -439,7 +440,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: optional if the scaler has stepped only one, else AmpError.
-            last: the largest number of steps to return, an int >= 0. None: all that ``GradScaler(history=...)`` keeps.
+            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps. Not an int
+                >= 0: AmpTypeError, AmpValueError.
         """
         if optimizer is None and len(self._steps) > 1:
             raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")

@@ -141,7 +141,8 @@ def clip_grad_norm_(
         foreach: for other orders than 2, as in torch. The compiled ops ignore it.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks have other parameters of the model, such as the
             stages of a pipeline, or experts. The norm is then that of all of them, by one more all_reduce. Every rank
-            must call this, with or without gradients. A parameter that several of its ranks pass counts for each.
+            must call this, with or without gradients. A parameter that several of its ranks pass counts for each. The
+            group must serve the device of the norm; over gloo the host waits for it.
 
     Returns:
         The norm, a 0-d tensor on the device of the first non-empty gradient; ``tensor(0.)`` if there is none.
@@ -180,7 +181,8 @@ def _clip(
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
     if (
-        not (in_graph or pending or are_sharded or process_group or error_if_nonfinite or isinstance(max_norm, Tensor))
+        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
+        and process_group is None
         and order == 2.0
         and (norm := _clipped_by_plan(found, max_norm)) is not None
     ):
