@@ -142,6 +142,16 @@ FAULTS = [
         "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
     ),
     Fault(
+        "a plan keeps gradients that are views into buckets", "ampctx",
+        "if not all(_fills_its_storage(g) for p in suspects if (g := p.grad) is not None):", "if False:",
+        f"{ROWS}ranks_skip_together.py -k view",
+    ),
+    Fault(
+        "a plan looks at the first gradient of a rank alone", "ampctx",
+        "suspects = params if is_distributed() else params[:1]", "suspects = params[:1]",
+        f"{ROWS}ranks_skip_together.py -k view",
+    ),
+    Fault(
         "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/plan.h",
         "if (spec != known.spec && PyObject_RichCompareBool(spec.get(), known.spec.get(), Py_EQ) != 1)", "if (!spec)",
         "tests/optimizers/test_plans_on_meshes.py",
