@@ -212,25 +212,26 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(
-    ("face", "arguments", "after"),
+    ("make", "arguments", "after"),
     [
-        (FP16_Optimizer, DYNAMIC, 2.0**15),
-        (contrib.FP16_Optimizer, DYNAMIC, 2.0**15),
-        (contrib.FP16_Optimizer, {"static_loss_scale": 8.0}, 8.0),
+        (of_fp16_utils, DYNAMIC, 2.0**15),
+        (of_contrib, DYNAMIC, 2.0**15),
+        (of_contrib, {"static_loss_scale": 8.0}, 8.0),
     ],
     ids=["fp16_utils", "contrib", "contrib-static"],
 )
-def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, after, bad, caplog):
-    model, optimizer = made(face, sgd, **arguments)
+def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(make, arguments, after, bad, caplog):
+    model, optimizer = make(**arguments)
     before = tensors_of(model.parameters())
     optimizer.backward(loss_of(model, factor=bad))
-    if face is FP16_Optimizer:
+    if make is of_fp16_utils:
         assert optimizer.overflow is True
         assert optimizer.clip_master_grads(1.0) == -1
     with caplog.at_level(logging.WARNING, logger="ampctx"):
         assert optimizer.step() is None
     assert caplog.messages[0] == f"Gradient overflow.  Skipping step, reducing loss scale to {after}"
     assert (optimizer.overflow, optimizer.loss_scale) == (True, after)
+    assert make is of_fp16_utils or (optimizer.cur_iter, optimizer.cur_scale) == (1, after)
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
     run(model, optimizer, 1)

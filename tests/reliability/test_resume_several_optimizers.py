@@ -79,9 +79,7 @@ class Pair:
         for step in range(2, 9):
             self.begin(step)
             losses.append(self.finish(step))
-        result = copy.deepcopy({"losses": losses, **self.saved()})
-        self.session.reset()
-        return result
+        return copy.deepcopy({"losses": losses, **self.saved()})
 
 
 @pytest.mark.parametrize("calls", ["one", "two"])
@@ -93,10 +91,12 @@ def test_two_optimizers_after_their_steps(level, calls):
         run.finish(step)
     content = through_a_file(run.saved())
     went_on = run.rest()
-
+    run.begin(5)  # leaves gradients, a window and, where scales move, a flag and an update behind
     resumed = Pair(level, calls, seed=5)
-    resumed.load(content)
-    assert_same(resumed.rest(), went_on)
+    for back in (run, resumed):
+        back.load(copy.deepcopy(content))
+        assert_same(back.rest(), went_on)
+        back.session.reset()
     if calls == "two":
         assert set(content["amp"]["optimizers"][0]["loss_scales"]) == {"loss_scaler0", "loss_scaler1", "deferred"}
         assert "loss_scales" not in content["amp"]["optimizers"][1]
