@@ -457,7 +457,10 @@ BAD_OF_CONTRIB = {
     "no-window": (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
     "zero": (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
     "masters": (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
-    "flat": (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"groups_flat'\]\[0\] is flat with 3 elements"),
+    "flat": (
+        lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]),
+        r"fp32_groups_flat'\]\[0\] is flat with 3 elements",
+    ),
 }
 
 
@@ -495,7 +498,11 @@ REFUSED = {
     "itself": (lambda: FP16_Optimizer(of_fp16_utils()[1]), TypeError, f"{NO_OPTIMIZER} FP16_Optimizer"),
     "loss": (lambda: of_fp16_utils()[1].backward(1.0), TypeError, "loss must be a tensor, got float"),
     "state": (lambda: of_fp16_utils()[1].load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
-    "closure": (lambda: of_contrib()[1].step(lambda: None), NotImplementedError, "takes no closure: use apex.fp16_uti"),
+    "closure": (
+        lambda: of_contrib()[1].step(lambda: None),
+        NotImplementedError,
+        "takes no closure: use apex.fp16_utils.FP16_Optimizer",
+    ),
 }
 
 

@@ -570,7 +570,8 @@ def test_codes_of_another_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"state_dtype": torch.float16}, AmpValueError, "state_dtype is torch.float16, expected torch.float32 or tor"),
+        ({"state_dtype": torch.float16}, AmpValueError,
+            r"state_dtype is torch.float16, expected torch.float32 or torch."),
         ({"state_dtype": "4bit"}, AmpValueError, "state_dtype is '4bit', expected torch.float32 or .* or '8bit'"),
         ({"state_dtype": None}, AmpValueError, "state_dtype is None, expected"),
         ({"state_dtype": {"exp_avg": "fp8"}}, AmpValueError, re.escape("state_dtype['exp_avg'] is 'fp8', expected")),
