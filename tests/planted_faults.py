@@ -465,6 +465,16 @@ FAULTS = [
         f"{AMP}perturbed_weights.py",
     ),
     Fault(
+        "an exception leaves weights perturbed", "ampctx",
+        "self.undo_first_step()  # the step that it began", "pass  # the step that it began",
+        f"{ROWS}closures_and_sam.py",
+    ),
+    Fault(
+        "an overflow of the second backward leaves weights perturbed", "ampctx",
+        "elif losses:\n            binding.undo_first_step()", "elif losses:\n            pass",
+        f"{ROWS}closures_and_sam.py",
+    ),
+    Fault(
         "reset leaves weights perturbed", "ampctx",
         "self.undo_first_step()\n            if self.gradients", "if self.gradients",
         f"{AMP}perturbed_weights.py",
