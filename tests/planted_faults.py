@@ -410,6 +410,16 @@ FAULTS = [
         "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
+        "the scales of blocks before the save are not loaded", "ampctx",
+        "binding.restore(flags, dict(scales_used))", "binding.restore(flags, {})",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
+        "a load leaves gradients and windows of the run", "ampctx",
+        "self.steps.epoch += 1\n        self.gradients.drop_all()", "self.steps.epoch += 1",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
         "a GradScaler does not save its hysteresis", "ampctx",
         '"_hysteresis_tracker": scale.hysteresis_left(),', "", f"{AMP}grad_scaler_state.py",
     ),

@@ -324,12 +324,14 @@ def test_under_amp_as_by_hand(level, session):
     results = []
     for read in (False, True):
         make_it = partial(FusedAdam, lr=0.01, state_dtype="8bit")
-        model, optimizer = start(session, level, make_it, mlp(width=1024), loss_scale="dynamic")
+        options = {"loss_scale": "dynamic", "max_loss_scale": 128.0}
+        model, optimizer = start(session, level, make_it, mlp(width=1024), **options)
 
         def look(optimizer=optimizer):
             assert all(p.grad is not None for p in session.master_params(optimizer))
 
         train(session, model, optimizer, 3, before_step=look if read else None)
+        assert session.skipped_steps(optimizer) == 0
         assert "exp_avg_codes" in optimizer.state[params_of(optimizer)[0]]
         results.append([*(p.detach().clone() for p in model.parameters()), *snapshot(optimizer)])
         session.reset()

@@ -111,6 +111,21 @@ def block_of(run, loss_id, factor=1.0):
     backward(run[0], run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id)
 
 
+def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
+    source, run = started_with_two_losses(), started_with_two_losses()
+    for scale, value in zip(source[0].loss_scales, (512.0, 64.0), strict=True):
+        scale.set(value)
+    block_of(source, 0, torch.inf)
+    block_of(run, 1)  # makes way for what is loaded
+    run[0].load_state_dict(through_a_file(source[0].state_dict(masters=True)))
+    for each in (source, run):
+        block_of(each, 1)
+        each[2].step()
+        outcome = each[0].outcome(each[2])
+        assert (outcome.scales, outcome.scale, outcome.overflowed) == ({0: 512.0, 1: 64.0}, 512.0, (0,))
+        each[0].reset()
+
+
 def test_loading_ends_what_an_interrupted_block_has_left_incomplete():
     def made():
         run = started_with_two_losses()
