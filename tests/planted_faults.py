@@ -410,6 +410,11 @@ FAULTS = [
         "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
+        "a save drops the gradients that wait", "ampctx",
+        "(masters := binding.masters).resync()\n", "(masters := binding.masters).drop_master_grads()\n",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
         "the scales of blocks before the save are not loaded", "ampctx",
         "binding.restore(flags, dict(scales_used))", "binding.restore(flags, {})",
         f"{ROWS}resume_several_optimizers.py",
