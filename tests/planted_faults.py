@@ -142,6 +142,16 @@ FAULTS = [
         "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
     ),
     Fault(
+        "a plan keeps gradients that are views into buckets", "ampctx",
+        "if not all(_fills_its_storage(g) for p in suspects if (g := p.grad) is not None):", "if False:",
+        f"{ROWS}ranks_skip_together.py -k view",
+    ),
+    Fault(
+        "a plan looks at the first gradient of a rank alone", "ampctx",
+        "suspects = params if is_distributed() else params[:1]", "suspects = params[:1]",
+        f"{ROWS}ranks_skip_together.py -k view",
+    ),
+    Fault(
         "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/plan.h",
         "return spec == other || PyObject_RichCompareBool(spec.get(), other.get(), Py_EQ) == 1;", "return true;",
         "tests/optimizers/test_plans_on_meshes.py",
@@ -400,6 +410,21 @@ FAULTS = [
         "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
     ),
     Fault(
+        "a save drops the gradients that wait", "ampctx",
+        "(masters := binding.masters).resync()\n", "(masters := binding.masters).drop_master_grads()\n",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
+        "the scales of blocks before the save are not loaded", "ampctx",
+        "binding.restore(flags, dict(scales_used))", "binding.restore(flags, {})",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
+        "a load leaves gradients and windows of the run", "ampctx",
+        "self.steps.epoch += 1\n        self.gradients.drop_all()", "self.steps.epoch += 1",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    Fault(
         "a GradScaler does not save its hysteresis", "ampctx",
         '"_hysteresis_tracker": scale.hysteresis_left(),', "", f"{AMP}grad_scaler_state.py",
     ),
@@ -453,6 +478,16 @@ FAULTS = [
         "a first_step may follow a first_step", "ampctx",
         "if binding.restore_unperturbed is not None:\n        raise", "if False:\n        raise",
         f"{AMP}perturbed_weights.py",
+    ),
+    Fault(
+        "an exception leaves weights perturbed", "ampctx",
+        "self.undo_first_step()  # the step that it began", "pass  # the step that it began",
+        f"{ROWS}closures_and_sam.py",
+    ),
+    Fault(
+        "an overflow of the second backward leaves weights perturbed", "ampctx",
+        "elif losses:\n            binding.undo_first_step()", "elif losses:\n            pass",
+        f"{ROWS}closures_and_sam.py",
     ),
     Fault(
         "reset leaves weights perturbed", "ampctx",

@@ -172,7 +172,7 @@ def test_errors_of_scale_loss(session):
         (AmpIndexError, "loss_id is 2, and num_losses=2", (model.loss(1.0), optimizer, 2)),
         (AmpTypeError, "loss is torch.complex64", (torch.ones(()) * 1j, optimizer)),
         (AmpTypeError, "loss must be a tensor, got float", (1.0, optimizer)),
-        (AmpError, r"optimizers\[1\] \(SGD\) did not go through amp.init", (model.loss(1.0), (optimizer, stranger))),
+        (AmpError, r"\[1\] \(SGD\) did not go through amp.initialize", (model.loss(1.0), (optimizer, stranger))),
         *(
             (
                 AmpTypeError,

@@ -279,10 +279,13 @@ def test_a_static_scale_shows_its_flag():
     assert _amp_state.loss_scalers[0]._unskipped == 1
 
 
-def test_has_overflow_waits_for_update_scale_after_a_delayed_check():
+@pytest.mark.parametrize("factors", [["inf"], ["inf", "1"]], ids=["one", "several"])
+def test_has_overflow_waits_for_update_scale_after_delayed_checks(factors):
+    """An overflow in any of them counts: apex looked at the last and stepped on gradients that were not finite."""
     model, optimizer = probe()
     scaler = _amp_state.loss_scalers[0]
-    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    for factor in map(float, factors):
+        backward(model, optimizer, factor, delay_overflow_check=True)
     assert not scaler._has_overflow
     assert scaler.loss_scale() == 4096.0
     assert scaler.update_scale() is True

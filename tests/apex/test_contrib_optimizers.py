@@ -192,7 +192,7 @@ NOT_SERVED = {
     "eps": ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not supported by ampctx: leave it out"),
     "adjustment": (
         {"amp_scale_adjustment": 2.0},
-        "amp_scale_adjustment=.* is not supported by ampctx: pass the product",
+        "amp_scale_adjustment=.* is not supported by ampctx: pass the product as scale",
     ),
     "norm": ({"max_grad_norm": -1.0}, "max_grad_norm"),
 }

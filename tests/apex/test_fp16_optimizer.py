@@ -212,25 +212,26 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(
-    ("face", "arguments", "after"),
+    ("make", "arguments", "after"),
     [
-        (FP16_Optimizer, DYNAMIC, 2.0**15),
-        (contrib.FP16_Optimizer, DYNAMIC, 2.0**15),
-        (contrib.FP16_Optimizer, {"static_loss_scale": 8.0}, 8.0),
+        (of_fp16_utils, DYNAMIC, 2.0**15),
+        (of_contrib, DYNAMIC, 2.0**15),
+        (of_contrib, {"static_loss_scale": 8.0}, 8.0),
     ],
     ids=["fp16_utils", "contrib", "contrib-static"],
 )
-def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(face, arguments, after, bad, caplog):
-    model, optimizer = made(face, sgd, **arguments)
+def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(make, arguments, after, bad, caplog):
+    model, optimizer = make(**arguments)
     before = tensors_of(model.parameters())
     optimizer.backward(loss_of(model, factor=bad))
-    if face is FP16_Optimizer:
+    if make is of_fp16_utils:
         assert optimizer.overflow is True
         assert optimizer.clip_master_grads(1.0) == -1
     with caplog.at_level(logging.WARNING, logger="ampctx"):
         assert optimizer.step() is None
     assert caplog.messages[0] == f"Gradient overflow.  Skipping step, reducing loss scale to {after}"
     assert (optimizer.overflow, optimizer.loss_scale) == (True, after)
+    assert make is of_fp16_utils or (optimizer.cur_iter, optimizer.cur_scale) == (1, after)
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
     run(model, optimizer, 1)
@@ -456,7 +457,10 @@ BAD_OF_CONTRIB = {
     "no-window": (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
     "zero": (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
     "masters": (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
-    "flat": (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"groups_flat'\]\[0\] is flat with 3 elements"),
+    "flat": (
+        lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]),
+        r"fp32_groups_flat'\]\[0\] is flat with 3 elements",
+    ),
 }
 
 
@@ -494,7 +498,11 @@ REFUSED = {
     "itself": (lambda: FP16_Optimizer(of_fp16_utils()[1]), TypeError, f"{NO_OPTIMIZER} FP16_Optimizer"),
     "loss": (lambda: of_fp16_utils()[1].backward(1.0), TypeError, "loss must be a tensor, got float"),
     "state": (lambda: of_fp16_utils()[1].load_state_dict([]), TypeError, "state_dict must be a dict, got list"),
-    "closure": (lambda: of_contrib()[1].step(lambda: None), NotImplementedError, "takes no closure: use apex.fp16_uti"),
+    "closure": (
+        lambda: of_contrib()[1].step(lambda: None),
+        NotImplementedError,
+        "takes no closure: use apex.fp16_utils.FP16_Optimizer",
+    ),
 }
 
 

@@ -324,12 +324,14 @@ def test_under_amp_as_by_hand(level, session):
     results = []
     for read in (False, True):
         make_it = partial(FusedAdam, lr=0.01, state_dtype="8bit")
-        model, optimizer = start(session, level, make_it, mlp(width=1024), loss_scale="dynamic")
+        options = {"loss_scale": "dynamic", "max_loss_scale": 128.0}
+        model, optimizer = start(session, level, make_it, mlp(width=1024), **options)
 
         def look(optimizer=optimizer):
             assert all(p.grad is not None for p in session.master_params(optimizer))
 
         train(session, model, optimizer, 3, before_step=look if read else None)
+        assert session.skipped_steps(optimizer) == 0
         assert "exp_avg_codes" in optimizer.state[params_of(optimizer)[0]]
         results.append([*(p.detach().clone() for p in model.parameters()), *snapshot(optimizer)])
         session.reset()
@@ -438,25 +440,26 @@ def test_codes_load_into_another_layout():
 
 
 TORCHS = {
-    "adam": (torch.optim.AdamW, {"weight_decay": 0.1}, "exp_avg"),
-    "sgd": (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}, "momentum_buffer"),
+    "adam": (torch.optim.AdamW, {"weight_decay": 0.1}, ["exp_avg", "exp_avg_sq"]),
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}, ["momentum_buffer"]),
 }
 
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_state_goes_to_torch_and_back(name):
-    kind, options, key = TORCHS[name]
+    kind, options, keys = TORCHS[name]
     ours = make(name, "8bit", parameters(torch.float32, [(64, 64), (65,)]), **options)
     run(ours, 3)
     theirs = kind(like(ours), lr=0.01, **options)
     theirs.load_state_dict(unpack_state(saved(ours.state_dict())))
-    assert theirs.state[params_of(theirs)[0]][key].dtype == torch.float32
+    kept = theirs.state[params_of(theirs)[0]]
+    assert {key: value.dtype for key, value in kept.items()} == dict.fromkeys(["step", *keys], torch.float32)
     run(theirs, 1, first=3)
     run(ours, 1, first=3)
     torch.testing.assert_close(params_of(ours), params_of(theirs), rtol=1e-5, atol=1e-6)
     resumed = make(name, "8bit", like(theirs), **options)
     resumed.load_state_dict(theirs.state_dict())
-    assert resumed.state[params_of(resumed)[0]][f"{key}_codes"].dtype == torch.int8
+    assert resumed.state[params_of(resumed)[0]][f"{keys[0]}_codes"].dtype == torch.int8
     run(resumed, 1, first=4)
 
 
@@ -569,7 +572,8 @@ def test_codes_of_another_optimizer_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"state_dtype": torch.float16}, AmpValueError, "state_dtype is torch.float16, expected torch.float32 or tor"),
+        ({"state_dtype": torch.float16}, AmpValueError,
+            r"state_dtype is torch.float16, expected torch.float32 or torch."),
         ({"state_dtype": "4bit"}, AmpValueError, "state_dtype is '4bit', expected torch.float32 or .* or '8bit'"),
         ({"state_dtype": None}, AmpValueError, "state_dtype is None, expected"),
         ({"state_dtype": {"exp_avg": "fp8"}}, AmpValueError, re.escape("state_dtype['exp_avg'] is 'fp8', expected")),

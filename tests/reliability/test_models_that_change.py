@@ -229,7 +229,7 @@ def test_a_group_that_is_refused_changes_nothing(session, level, name, other):
     backward(session, model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True)
     refused = (AmpError, ValueError) if other == "a" else AmpError
     for _ in range(2):
-        with pytest.raises(refused, match="already|more than one|is in two optimizers"):
+        with pytest.raises(refused, match="already|more than one" if other == "a" else "is in two optimizers"):
             first.add_param_group({"params": [model["b"], model[other]]})
     for optimizer in (first, second):
         optimizer.step()

@@ -297,3 +297,28 @@ def test_a_static_scale_needs_no_collective(group, monkeypatch):
     backward(session, model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     session.reset()
+
+
+@pytest.mark.parametrize("views", ["of one process", "of ranks", "but the first, of ranks"])
+def test_a_gradient_that_has_become_a_view_is_taken_at_the_end_of_its_block(request, views):
+    """DistributedDataParallel makes gradients views into buckets, also after blocks in which they were none."""
+    if "ranks" in views:
+        request.getfixturevalue("group")
+    model = nn.Linear(4, 3)
+    optimizer, session = optimizers.FusedAdam(model.parameters(), lr=0.125), AmpSession()
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    for _ in range(3):
+        backward(session, loss_of(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    before, bucket = weights(model), torch.zeros(15, dtype=torch.half)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        for p, view in zip(model.parameters(), bucket.split((12, 3)), strict=True):
+            if p is model.bias or "but" not in views:
+                p.grad = view.view_as(p).copy_(p.grad)
+    bucket.fill_(float("nan"))
+    optimizer.step()
+    assert weights(model).isfinite().all()
+    assert not torch.equal(weights(model), before)
+    session.reset()

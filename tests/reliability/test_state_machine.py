@@ -510,9 +510,10 @@ class Training(RuleBasedStateMachine):
                     p.value = p.value - lr * m / (1 - BETAS[0] ** t) / (root + EPS)
 
     @precondition(lambda self: self.idle and "SAM" in [opt.kind for opt in self.opts])
-    @rule(spec=PLAIN_BLOCKS, twice=st.booleans())
-    def sam(self, spec, twice):
+    @rule(first=PLAIN_BLOCKS, spec=PLAIN_BLOCKS, twice=st.booleans())
+    def sam(self, first, spec, twice):
         i = [opt.kind for opt in self.opts].index("SAM")
+        self.run_block(SimpleNamespace(**{**vars(first), "opts": (i,), "ends": ""}))
         optimizer, before = self.optimizers[i], {n: p.value for n, p in self.members(i).items()}
         optimizer.first_step(zero_grad=True)
         skipped = self.end_step(i, self.perturb)
