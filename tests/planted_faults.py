@@ -152,6 +152,16 @@ FAULTS = [
         f"{ROWS}ranks_skip_together.py -k view",
     ),
     Fault(
+        "a guard compares the norm after a clip", "ampctx/optimizers/_guard.py",
+        "before = norm if before is None else before.to(norm.device)", "before = norm",
+        "tests/optimizers/test_guards.py",
+    ),
+    Fault(
+        "a guard asks no other rank", "ampctx/optimizers/_guard.py",
+        "norm_of(params, self._group, ", "norm_of(params, None, ",
+        "tests/optimizers/test_guards.py",
+    ),
+    Fault(
         "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/plan.h",
         "return spec == other || PyObject_RichCompareBool(spec.get(), other.get(), Py_EQ) == 1;", "return true;",
         "tests/optimizers/test_plans_on_meshes.py",

@@ -162,7 +162,7 @@ def test_a_guide_shows_what_its_program_prints(run_block, name, code, text):
 # Words, code included and what a program writes left out: a page that grows past this has to be split or cut.
 BUDGETS = {
     250: "cli guide/accumulate guide/clip guide/custom_functions guide/gradient_penalty guide/muon"
-    " guide/several_losses",
+    " guide/several_losses guide/skip_bad_steps",
     400: "contributing guide/ddp guide/fp32_layers guide/schedulers guide/smaller_state",
     500: "options limitations performance from_torch_amp"
     " guide/compile_export guide/debug_nans guide/fsdp_zero guide/offload guide/scale",

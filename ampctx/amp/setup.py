@@ -63,6 +63,11 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any])
     if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
+        if getattr(optimizer, "_guard", None) is not None and isinstance(optimizer, (FusedOptimizer, SplitMasters)):
+            raise AmpError(
+                f"optimizers[{i}] ({type(optimizer).__name__}) has skip_nonfinite or skip_norm_above, which are for "
+                "loops without amp. Leave them out, and pass amp.initialize(skip_nonfinite=True)."
+            )
         if optimizer in bound or optimizer in optimizers[:i]:
             raise AmpError(
                 "A given optimizer should only be passed through amp.initialize once. Call amp.reset() first to "

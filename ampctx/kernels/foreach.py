@@ -160,7 +160,7 @@ def axpby(
 
 def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
     """The L2 norm of everything as a 0-d tensor on the device of the first tensor. No host sync."""
-    return unscale_l2norm(tensors, found_inf, 1.0)
+    return unscale_l2norms_of(tensors, found_inf, 1.0, per_tensor=False)[0]
 
 
 def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:

@@ -36,6 +36,7 @@ from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _checkpoint, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
@@ -82,6 +83,9 @@ class CommonOptions(TypedDict, total=False):
     state_dtype: Any
     min_8bit_size: int
     offload: str | None
+    skip_nonfinite: bool
+    skip_norm_above: float | None
+    process_group: Any
 
 
 class SharedOptions(CommonOptions, total=False):
@@ -91,9 +95,10 @@ class SharedOptions(CommonOptions, total=False):
 
 _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
 _DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
+_DEFAULTS |= {"skip_nonfinite": False, "skip_norm_above": None, "process_group": None}
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Guarded, torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints and op calls.
 
     A subclass names its op (``_op``); the op's spec defines state and options. Each rank steps its part of a DTensor;
@@ -121,6 +126,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
             without it; ``step`` waits for the device. None, the default, steps where the parameters are. Not with
             ``capturable``.
+        skip_nonfinite: skip steps whose gradients have inf or nan, or a norm beyond fp32, without amp and scalers.
+            Nothing is written then. One more read of the gradients, no host sync. Ranks of DTensors agree.
+        skip_norm_above: skip also steps whose gradients have a larger L2 norm, a number >= 0: that before
+            ``ampctx.clip_grad_norm_``, if it clipped them. None, the default: any norm.
+        process_group: ranks with other parameters, such as stages of a pipeline, which add up their norms and skip
+            together. Every rank must step, with or without gradients.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument or parameter, by name; too little host memory for ``offload``.
@@ -172,6 +183,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
         self._plan: StepPlan | None = None
+        own = type(self).__name__, *(options[name] for name in ("skip_nonfinite", "skip_norm_above", "process_group"))
+        self._guard = guard_of(*own)
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
         if self.write_back != "nearest" and self._master_dtypes:
@@ -351,10 +364,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _state_types.check(type(self).__name__, self._ops, group)
             except AmpError as error:
                 raise type(error)(f"param_groups[{g}]: {error}") from None
+        if self._guard is not None:
+            flag = None if scaling.found_inf is None else scaling.found_inf.value
+            scaling = scaling._replace(found_inf=PerDevice(self._guard.check(self, flag)))
         if self._offload is not None:
             self._offload.step(self, scaling)
         else:
             self._apply(scaling)
+        if self._guard is not None:
+            self._guard.concluded(self)
         return loss
 
     def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:

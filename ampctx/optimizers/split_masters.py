@@ -16,6 +16,7 @@ from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import matched, without_amp
+from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
 from ampctx.weights.store import follow, joined
@@ -23,7 +24,7 @@ from ampctx.weights.store import follow, joined
 _KEY = "remainder"
 
 
-class SplitMasters(torch.optim.Optimizer):
+class SplitMasters(Guarded, torch.optim.Optimizer):
     """Steps bf16 parameters by a class of torch.optim, with the bits of that class on fp32 weights.
 
     ``state[p]`` has the class's fp32 state, and ``remainder``: the 16 bits (int16) that the bf16 weight lacks of fp32.
@@ -39,6 +40,7 @@ class SplitMasters(torch.optim.Optimizer):
         params: parameters or groups, as for the class; plain tensors.
         chunk_bytes: the fp32 weights of a chunk, 2**28 by default. Their gradients take as much. A larger parameter is
             a chunk of its own.
+        skip_nonfinite, skip_norm_above, process_group: as of ``FusedOptimizer``, with one host sync a step.
         options: of the class. Not ``differentiable=True``.
 
     Raises:
@@ -46,7 +48,15 @@ class SplitMasters(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, kind: type[torch.optim.Optimizer], params: Any, chunk_bytes: int = 2**28, **options: Any
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Any,
+        chunk_bytes: int = 2**28,
+        *,
+        skip_nonfinite: bool = False,
+        skip_norm_above: float | None = None,
+        process_group: Any = None,
+        **options: Any,
     ) -> None:
         _check_kind(kind, options)
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
@@ -54,6 +64,7 @@ class SplitMasters(torch.optim.Optimizer):
         if chunk_bytes <= 0:
             raise AmpValueError(f"chunk_bytes is {chunk_bytes}, expected a number above 0")
         self.chunk_bytes = chunk_bytes
+        self._guard = guard_of("SplitMasters", skip_nonfinite, skip_norm_above, process_group)
         # Steps proxies: fp32 tensors. They have memory and state only within a step.
         self.inner: torch.optim.Optimizer | None = None
         self._proxies: dict[Tensor, nn.Parameter] = {}
@@ -110,7 +121,7 @@ class SplitMasters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter with a gradient. No host sync of its own.
+        """Steps every parameter with a gradient. No host sync of its own without a guard.
 
         Args:
             closure: evaluates the model once, with gradients enabled. None by default.
@@ -134,8 +145,11 @@ class SplitMasters(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(self._of_proxies(group))
         params = list(stepped)
-        for places in stacks(((None, 4 * p.numel()) for p in params), self.chunk_bytes):
-            self._step_chunk([params[i] for i in places])
+        if self._guard is None or not self._guard.check(self).item():
+            for places in stacks(((None, 4 * p.numel()) for p in params), self.chunk_bytes):
+                self._step_chunk([params[i] for i in places])
+        if self._guard is not None:
+            self._guard.concluded(self)
         return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:

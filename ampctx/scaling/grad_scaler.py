@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdRef
 from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx._saved import plain
-from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import any_sharded, groups_of
@@ -31,7 +30,7 @@ from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
@@ -60,16 +59,6 @@ def _with_gradient(optimizer: Any) -> list[tuple[str, Any]]:
 
 def _versions(optimizer: Any) -> list[tuple[Any, int]]:
     return [(WeakIdRef(p.grad), p.grad._version) for _, p in _with_gradient(optimizer)]
-
-
-def _culprits(optimizer: Any) -> Culprits:
-    grads = ((p, p.grad) for p in _params(optimizer) if p.grad is not None)
-    return step_record.culprits_among(grads, lambda: ParameterNames().of(optimizer))
-
-
-def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
-    optimizer = stepped() if is_current else None
-    return None if optimizer is None else _culprits(optimizer) or None
 
 
 def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
@@ -336,9 +325,9 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
             if losses is not None:
-                steps.decided(optimizer, losses, known, _culprits(optimizer) if losses else ())
+                steps.decided(optimizer, losses, known, step_record.culprits_of(optimizer) if losses else ())
             else:
-                later = partial(_culprits_later, weakref.ref(optimizer))
+                later = partial(step_record.culprits_later, weakref.ref(optimizer))
                 steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
         return result
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpStallError, listed
+from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach, ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.reference import skip_counts
@@ -89,6 +90,19 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
     )
 
 
+def culprits_of(optimizer: Any) -> Culprits:
+    """``culprits_among`` all gradients of an optimizer without amp."""
+    params = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    return culprits_among(grads, lambda: ParameterNames().of(optimizer))
+
+
+def culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
+    """The same, as ``StepRecord.left_to_device`` asks for it. ``stepped``: the optimizer."""
+    optimizer = stepped() if is_current else None
+    return None if optimizer is None else culprits_of(optimizer) or None
+
+
 class StepOutcome:
     """The outcome of one ``optimizer.step()``. Later steps do not change it.
 
@@ -145,7 +159,7 @@ class StepOutcome:
     @property
     def reason(self) -> str | None:
         """Why the step was skipped, "overflow" for inf or nan in the gradients, or "found_inf" for only a flag that
-        other code had set on the optimizer. None if it ran."""
+        other code had set on the optimizer, or ``skip_norm_above``. None if it ran."""
         return None if not self.skipped else "overflow" if self.overflowed else "found_inf"
 
     @property

@@ -189,19 +189,12 @@ def _clip(
         return norm
     touched = _without(pending, found)
     norms = [each.norm() for each in pending]
-    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    if are_sharded:
-        spread = placed_grads(touched)
-        given, grads = _there(spread.whole), _there(spread.parts)
-        norms.append(_norm_over_ranks(touched, spread, order, use_foreach))
-    else:
-        given = strided_grads(touched)
-        grads = [grad for grad in given if grad.numel() > 0]
-        if grads or not pending:
-            norms.append(_total_norm(grads, order, use_foreach))
-    norm = joined_norm(norms)
-    if process_group is not None:
-        norm = _over_ranks(norm, order, partial(all_reduce, group=process_group), "the norm of its parameters")
+    given: list[Tensor] = []
+    grads: list[Tensor] = []
+    if touched or not pending:
+        given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
+        norms += [norm] if grads or are_sharded or not pending else []
+    norm = _over_group(joined_norm(norms), order, process_group)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
@@ -216,6 +209,35 @@ def _clip(
     for each in pending:
         each.clip(norm, max_norm)
     return norm
+
+
+def norm_of(params: list[Tensor], process_group: Any, call: str) -> Tensor:
+    """The L2 norm of the gradients of parameters, over the ranks of DTensors and of a group. ``call``: for messages. No
+    host sync."""
+    return _over_group(_norm(params, any_sharded(params), call=call)[2], 2.0, process_group, call)
+
+
+def _norm(
+    params: list[Tensor],
+    are_sharded: bool,
+    order: float = 2.0,
+    use_foreach: bool | None = None,
+    call: str = "clip_grad_norm_",
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The gradients of parameters, the parts of these that are not empty, and their norm."""
+    if are_sharded:
+        spread = placed_grads(params)
+        return _there(spread.whole), _there(spread.parts), _norm_over_ranks(params, spread, order, use_foreach, call)
+    given = strided_grads(params)
+    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
+    grads = [grad for grad in given if grad.numel() > 0]
+    return given, grads, _total_norm(grads, order, use_foreach)
+
+
+def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "clip_grad_norm_") -> Tensor:
+    if process_group is None:
+        return norm
+    return _over_ranks(norm, order, partial(all_reduce, group=process_group), call, "the norm of its parameters")
 
 
 def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
@@ -271,7 +293,9 @@ def placed_grads(params: list[Tensor]) -> SpreadGrads:
     return found
 
 
-def _norm_over_ranks(params: list[Tensor], spread: SpreadGrads, order: float, use_foreach: bool | None) -> Tensor:
+def _norm_over_ranks(
+    params: list[Tensor], spread: SpreadGrads, order: float, use_foreach: bool | None, call: str
+) -> Tensor:
     """The norm of the gradients of parameters, some of which are DTensors.
 
     One all_reduce for each grid with split parameters. The parameters decide about it: ranks may differ in which of
@@ -281,7 +305,7 @@ def _norm_over_ranks(params: list[Tensor], spread: SpreadGrads, order: float, us
     for grid, joins, places, counted in spreads_of(params, spread.layouts):
         parts = _there([spread.parts[i] for i in counted])
         if grid is not None and joins:
-            norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid))
+            norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid, call))
         elif parts:
             norms.append(_total_norm(parts, order, use_foreach))
     if order == 2.0:
@@ -290,7 +314,7 @@ def _norm_over_ranks(params: list[Tensor], spread: SpreadGrads, order: float, us
 
 
 def _joined_over_ranks(
-    parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid
+    parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid, call: str
 ) -> Tensor:
     """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
     dtypes = {dtype.to_real() for dtype in set(map(dtype_of, params))}
@@ -300,16 +324,21 @@ def _joined_over_ranks(
         norm = _total_norm(parts, order, use_foreach).to(device, dtype)
     else:  # made on the device: a copy from the host would wait for it
         norm = torch.zeros((), dtype=dtype, device=device)
-    return _over_ranks(norm, order, grid.reduce, "the norm of its part", waiting.over(grid.groups))
+    return _over_ranks(norm, order, grid.reduce, call, "the norm of its part", waiting.over(grid.groups))
 
 
 def _over_ranks(
-    norm: Tensor, order: float, collective: Callable[..., Any], has: str, flags: Sequence[waiting.Waiting] = ()
+    norm: Tensor,
+    order: float,
+    collective: Callable[..., Any],
+    call: str,
+    has: str,
+    flags: Sequence[waiting.Waiting] = (),
 ) -> Tensor:
     """The norm of all ranks, of which each has that of its own. ``flags``: go along."""
     if not order > 0:
         raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' where ranks join their norms")
-    op, call, wide = torch.distributed.ReduceOp, "clip_grad_norm_", norm.to(torch.float64)
+    op, wide = torch.distributed.ReduceOp, norm.to(torch.float64)
     if order == math.inf:
         collective(wide, op=op.MAX, call=call, has=has)
         return wide.to(norm.dtype)

@@ -1,0 +1,127 @@
+"""Guards: steps that are skipped for their gradients, in loops without amp and without a GradScaler.
+
+One number decides: the norm of all gradients, over the ranks of DTensors and of ``process_group``. Where an element is
+inf or nan, so is the norm. The device skips and counts, as after an overflow under amp.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._collectives import check_process_group, is_distributed
+from ampctx._decorators import outside_of_graphs
+from ampctx._errors import AmpError, AmpValueError
+from ampctx.kernels.foreach import join_flags
+from ampctx.kernels.tensor_loops import grad_of
+from ampctx.optimizers import _options
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_of
+from ampctx.weights.clip import norm_before_clipping, norm_of
+
+logger = logging.getLogger("ampctx")
+# Of ``skip_nonfinite`` alone.
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Guard:
+    """The guard of one optimizer, and the record of its steps. It does not refer to the optimizer."""
+
+    def __init__(self, kind: str, skip_norm_above: Any, process_group: Any) -> None:
+        above = _LARGEST if skip_norm_above is None else _options.check_number("skip_norm_above", skip_norm_above)
+        check_process_group(process_group)
+        self._kind, self._limit, self._group = kind, min(above, _LARGEST), process_group
+        self._scale = LossScale(1.0, dynamic=False)
+        self.record = StepRecord(None, 0, report=partial(_log, kind))
+        # Of the step that runs: the flags of an overflow and of a skip, and the norm.
+        self._now: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @outside_of_graphs
+    def check(self, optimizer: Any, found_inf: Tensor | None = None) -> Tensor:
+        """The flag of this step, with ``found_inf`` of other code. Every rank of the group and of meshes must take
+        part. No host sync."""
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise AmpError(
+                f"{self._kind}.step(): a GradScaler steps an optimizer with skip_nonfinite or skip_norm_above, whose "
+                "gradients are still scaled. Call scaler.unscale_(optimizer) before, or leave these arguments out: the "
+                "scaler skips steps on inf and nan."
+            )
+        self.record.epoch += 1
+        params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        before = norm_before_clipping(map(grad_of, params))
+        norm = norm_of(params, self._group, f"{self._kind}.step()")
+        before = norm if before is None else before.to(norm.device)
+        is_bad = norm.isfinite().logical_not_().float()
+        # Not "above": nan is above nothing.
+        skips = torch.maximum(is_bad, (before <= self._limit).logical_not_().float())
+        if found_inf is not None:
+            skips = join_flags([skips, found_inf.ne(0).float()], skips.device)
+        self._now = is_bad, skips, before
+        return skips
+
+    @outside_of_graphs
+    def concluded(self, optimizer: Any) -> None:
+        """Records the step that ``check`` was called for. No host sync."""
+        assert self._now is not None
+        (is_bad, skips, norm), self._now = self._now, None
+        stepped = weakref.ref(optimizer)
+
+        def later(is_current: bool) -> Culprits | None:
+            optimizer = stepped() if is_current else None
+            return None if optimizer is None else culprits_of(optimizer)
+
+        flags = {0: (self._scale, is_bad)}
+        now = partial(culprits_of, optimizer)
+        outcome = self.record.left_to_device(flags, Known({}, norm), skips, now, later, external=True)
+        self.record.conclude(optimizer, outcome)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise AmpError(
+                f"a {self._kind} with a process_group cannot be copied or pickled, because the group belongs to this "
+                "process. Make a new one, and load the state_dict() of this one into it."
+            )
+        return self.__dict__
+
+
+def guard_of(kind: str, skip_nonfinite: Any, skip_norm_above: Any, process_group: Any) -> Guard | None:
+    """The guard that the arguments of an optimizer of class ``kind`` ask for. AmpTypeError, AmpValueError, AmpError."""
+    if _options.check_flag("skip_nonfinite", skip_nonfinite) or skip_norm_above is not None:
+        return Guard(kind, skip_norm_above, process_group)
+    if process_group is not None:
+        raise AmpValueError(f"{kind}: process_group is for skip_nonfinite and skip_norm_above. Pass one of them.")
+    return None
+
+
+def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, steps: int) -> None:
+    """Logs skipped steps when the host learns of them: the first eight, then powers of two. On rank 0."""
+    is_first = not is_distributed() or torch.distributed.get_rank() == 0
+    if is_first and (skipped <= 8 or skipped.bit_length() != before.bit_length()):
+        logger.warning(
+            "%s: %d of %d steps skipped so far, for inf, nan or a large norm of gradients: see optimizer.outcome and "
+            "docs/guide/skip_bad_steps.md.",
+            *(kind, skipped, steps),
+        )
+
+
+class Guarded:
+    """What optimizers with guards show of them."""
+
+    _guard: Guard | None = None
+
+    @property
+    def outcome(self) -> Any:
+        """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``; None before it, and
+        without them. Its ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too
+        large, or a flag that other code has set. No host sync; reading an attribute of it may be one."""
+        return None if self._guard is None else self._guard.record.outcome
+
+    def skipped_steps(self) -> int:
+        """Counts the steps that ``skip_nonfinite`` and ``skip_norm_above`` have skipped, of this object, not those of
+        a checkpoint. Host sync."""
+        return 0 if self._guard is None else self._guard.record.skipped_steps()
