@@ -80,10 +80,13 @@ constexpr ElementType kTypes[] = {
 };
 
 // Null for other types.
-inline const ElementType* type_of(int32_t number) {
-  const auto is_it = [&](const ElementType& type) { return type.number() == number; };
+template <class IsIt>
+const ElementType* find_type(const IsIt& is_it) {
   const auto* const found = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
   return found == std::end(kTypes) ? nullptr : found;
+}
+inline const ElementType* type_of(int32_t number) {
+  return find_type([&](const ElementType& type) { return type.number() == number; });
 }
 
 // `is_written`: torch then makes a copy-on-write tensor's own memory.

@@ -125,7 +125,7 @@ void multi_tensor_l2norm(Arguments& in) {
   const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
 
   Scope scope(call);
-  const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
+  const bool f64 = lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t norms = per_tensor ? lists.total_tensors : 0;
   void* const norm = in.result(op, nullptr, dtype, call.device);

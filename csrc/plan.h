@@ -57,11 +57,10 @@ inline bool is_plain(PyObject* tensor) {
 inline bool read(PyObject* tensor, View& view) {
   python_abi::DLTensor found;
   if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
-  const auto is_it = [&](const ElementType& type) {
+  const ElementType* const type = find_type([&](const ElementType& type) {
     return found.dtype.lanes == 1 && found.dtype.code == type.kind && found.dtype.bits == type.bits;
-  };
-  const auto* const type = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
-  if (type == std::end(kTypes)) return false;
+  });
+  if (!type) return false;
   view.dtype = type->number();
   if (found.device.type == python_abi::kDLCPU) {
     view.device = torch_abi::Device::cpu();
@@ -109,7 +108,7 @@ struct Column {
   From from;
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
   bool is_written = false, is_sharded = false;
-  Views views{};  // of DTensors those of this rank's parts,  // as they were in the last run
+  Views views{};  // as they were in the last run; of DTensors those of this rank's parts
   std::vector<Known> known{};
   PyObject* read = nullptr;   // the gradients, entries or parts of this run, kept for it
   PyObject* whole = nullptr;  // the DTensors that these are parts of
@@ -184,7 +183,7 @@ inline Reference grad_of(PyObject* param) { return Reference(torch.get_grad(torc
 inline bool is_negated(PyObject* tensor, const View& view) {
   if (view.is_contiguous && (view.numel > 1 || reinterpret_cast<uintptr_t>(view.data) % 64 == 0)) return false;
   const Reference answer(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr));
-  if (!answer.get()) PyErr_Clear();
+  if (!answer) PyErr_Clear();
   return answer.get() != Py_False;
 }
 
@@ -219,14 +218,16 @@ inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
   return kRuns;
 }
 
+// Over the ranks. Mostly it is one object. Null is an error of Python's.
+inline bool same_layout(const Reference& spec, const Reference& other) {
+  if (!spec || !other) return false;
+  return spec == other || PyObject_RichCompareBool(spec.get(), other.get(), Py_EQ) == 1;
+}
+
 // Takes this rank's part of a DTensor. False where it is none, or a gradient that is laid out otherwise over the ranks.
 inline bool take_part(Column& column, const Known& known, PyObject* whole, Reference& part) {
   if (!whole || !is_sharded(whole)) return false;
-  if (column.is_grads()) {
-    const Reference spec = spec_of(whole);
-    if (!spec) return false;
-    if (spec != known.spec && PyObject_RichCompareBool(spec.get(), known.spec.get(), Py_EQ) != 1) return false;
-  }
+  if (column.is_grads() && !same_layout(spec_of(whole), known.spec)) return false;
   part = part_of(whole);
   return part && (!column.is_written || PyList_Append(column.whole, whole) == 0);
 }
@@ -237,7 +238,7 @@ inline Code read_column(Column& column) {
   const bool collects = !is_given && (column.from != From::kList || column.is_sharded);
   if (is_given && column.is_sharded) return kDiffers;
   if (collects && !(column.read = PyList_New(count))) return kError;
-  if (column.is_sharded && !(column.whole = PyList_New(0))) return kError;
+  if (column.is_sharded && column.is_written && !(column.whole = PyList_New(0))) return kError;
   for (size_t i = 0; i < count; ++i) {
     PyObject* const list = is_given ? column.read : column.owners;
     prefetch_item(list, i);
@@ -293,16 +294,15 @@ inline bool take_value(PyObject* from, Value& value) {
 
 // What one call is given at a run: lists of tensors for its columns of -1, then its values.
 struct Given {
-  const char* name = nullptr;
-  Kernel kernel = nullptr;
-  std::vector<std::unique_ptr<Views>> fresh;
+  const PlannedCall* call = nullptr;
+  std::deque<Views> fresh;
   std::vector<const Views*> lists;
   std::vector<Value> values;
 
-  bool take(State& state, const PlannedCall& call, PyObject* arguments) {
+  bool take(State& state, const PlannedCall& planned, PyObject* arguments) {
     Py_ssize_t next = 0;
-    name = call.name.c_str(), kernel = call.kernel;
-    for (const int column : call.columns) {
+    call = &planned;
+    for (const int column : planned.columns) {
       if (column >= 0) {
         lists.push_back(&state.columns[column].views);
         continue;
@@ -321,12 +321,12 @@ struct Given {
   bool take_list(PyObject* tensors) {
     const Py_ssize_t count = PySequence_Size(tensors);
     if (count < 0) return false;
-    fresh.push_back(std::make_unique<Views>(count));
-    lists.push_back(fresh.back().get());
+    Views& views = fresh.emplace_back(count);
+    lists.push_back(&views);
     for (Py_ssize_t i = 0; i < count; ++i) {
       const Reference tensor(PySequence_GetItem(tensors, i));
-      if (!tensor.get() || !is_plain(tensor.get()) || !read(tensor.get(), (*fresh.back())[i])) return false;
-      if (is_negated(tensor.get(), (*fresh.back())[i])) return false;
+      if (!tensor || !is_plain(tensor.get()) || !read(tensor.get(), views[i])) return false;
+      if (is_negated(tensor.get(), views[i])) return false;
     }
     return true;
   }
@@ -337,10 +337,10 @@ inline bool run_calls(const std::vector<Given>& given) {
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();
   try {
-    for (const Given& call : given) {
-      const auto shown = torch_abi::shown(call.name);
-      Arguments in(call.lists, call.values);
-      call.kernel(in);
+    for (const Given& each : given) {
+      const auto shown = torch_abi::shown(each.call->name.c_str());
+      Arguments in(each.lists, each.values);
+      each.call->kernel(in);
     }
   } catch (const std::exception& caught) {
     error = caught.what();
@@ -474,8 +474,10 @@ inline bool add_calls(State& state, PyObject* calls) {
       if (call.columns.back() == -2) return false;
     }
     for (Py_ssize_t k = 0; k < PyTuple_Size(written); ++k) {
-      call.written.push_back(call.columns.at(PyLong_AsLong(PyTuple_GetItem(written, k))));
-      state.columns[call.written.back()].is_written = true;
+      const int column = call.columns.at(PyLong_AsLong(PyTuple_GetItem(written, k)));
+      if (column < 0) return false;  // nobody bumps the versions of what each run is given
+      state.columns[column].is_written = true;
+      call.written.push_back(column);
     }
     // Columns may be empty, not all of them.
     for (const int column : call.columns) {
@@ -522,10 +524,10 @@ class PlainGetters {
 
  private:
   void call(const char* method, int arguments) {
-    if (!guard_.get()) return PyErr_Clear();
+    if (!guard_) return PyErr_Clear();
     const Reference done(arguments ? PyObject_CallMethod(guard_.get(), method, "OOO", Py_None, Py_None, Py_None)
                                    : PyObject_CallMethod(guard_.get(), method, nullptr));
-    if (!done.get()) PyErr_Clear();
+    if (!done) PyErr_Clear();
   }
   Reference guard_;
 };
@@ -544,7 +546,7 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
     if (!torch.exchange || !tensor || !is_plain(tensor) || !read(tensor, view))
       return PyErr_Clear(), Py_NewRef(Py_None);
     const Reference version(torch.get_version(torch.version, tensor, nullptr));
-    if (!version.get()) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
     found.push_back(reinterpret_cast<int64_t>(view.data));
   }
@@ -569,25 +571,24 @@ inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
 }
 
 // spread_grads(params): of each its gradient or None, of that this rank's part or None if it has no elements, and the
-// layout of the parameter over the ranks or None; and whether each gradient has that layout. None where a tensor is
-// neither plain nor a DTensor.
+// layout of both over the ranks or None. None where a tensor is neither plain nor a DTensor, or layouts differ.
 inline PyObject* spread_grads(PyObject*, PyObject* params) {
   const Py_ssize_t count = PyList_Size(params);
   if (count < 0) return nullptr;
   const Reference grads(PyList_New(count)), parts(PyList_New(count)), layouts(PyList_New(count));
-  bool are_placed = true;
+  const auto none = [] { return Reference(Py_NewRef(Py_None)); };
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const param = PyList_GetItem(params, i);
-    const bool is_spread = torch.dtensor && is_sharded(param);
-    if (!torch.exchange || !(is_spread || is_plain(param))) return Py_NewRef(Py_None);
-    Reference layout = is_spread ? spec_of(param) : Reference(Py_NewRef(Py_None)), grad = grad_of(param), part;
+    if (!torch.exchange || !(is_sharded(param) || is_plain(param))) return Py_NewRef(Py_None);
+    Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part;
     if (grad && grad.get() != Py_None) {
-      const bool has_parts = torch.dtensor && is_sharded(grad.get());
-      const Reference of_grad = has_parts ? spec_of(grad.get()) : Reference(Py_NewRef(Py_None));
-      are_placed = are_placed && of_grad == layout;
+      const bool has_parts = is_sharded(grad.get());
+      const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
       part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
       View view;
-      if (!part || !is_plain(part.get()) || !read(part.get(), view)) return PyErr_Clear(), Py_NewRef(Py_None);
+      if (!is_placed || !part || !is_plain(part.get()) || !read(part.get(), view)) {
+        return PyErr_Clear(), Py_NewRef(Py_None);
+      }
       if (view.numel == 0) part.reset();
     }
     if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
@@ -595,7 +596,7 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
     PyList_SetItem(grads.get(), i, grad.release());
     PyList_SetItem(parts.get(), i, part ? part.release() : Py_NewRef(Py_None));
   }
-  return PyTuple_Pack(4, grads.get(), parts.get(), layouts.get(), are_placed ? Py_True : Py_False);
+  return PyTuple_Pack(3, grads.get(), parts.get(), layouts.get());
 }
 
 // have_members(groups, members): whether the param groups hold these lists of parameters.

@@ -3,7 +3,7 @@
 // Declared here and not included from torch, so that building needs no torch and one library serves torch 2.11 and
 // later, any Python, with and without CUDA. Origin: torch/csrc/inductor/aoti_torch/c/shim.h and
 // torch/csrc/stable/c/shim.h, which torch keeps stable for two years; a test compiles this file together with them, so
-// that a mismatch is a compile error. Only library.cpp and check.h use it: kernels know nothing of torch.
+// that a mismatch is a compile error. Kernels know nothing of torch.
 #pragma once
 
 #include <cstddef>

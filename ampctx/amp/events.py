@@ -29,7 +29,7 @@ class RunFacts(NamedTuple):
     optimizers: list[Any]
     names: ParameterNames
     moves: list[bool]
-    say: Callable[[str, str], None]
+    say: Callable[[Any, str], None]
 
 
 class BlockFacts(NamedTuple):
@@ -84,9 +84,9 @@ class SkipLog:
 
     def __init__(self, deferred: Container[LossScale], events: Events) -> None:
         self.verbosity, self._deferred, self._events = 1, deferred, events
-        self._explained_skips, self.said = False, set[str]()
+        self._explained_skips, self.said = False, set[Any]()
 
-    def say(self, kind: str, message: str) -> None:
+    def say(self, kind: Any, message: str) -> None:
         """Logs a message, if it is the first of its kind in a run."""
         if kind not in self.said:
             self.said.add(kind)

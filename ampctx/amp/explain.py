@@ -255,10 +255,11 @@ class _Recorder(TorchDispatchMode):
                 cast = self._casts.setdefault((_name(source.dtype), _name(target.dtype)), [0, 0])
                 cast[:] = cast[0] + 1, cast[1] + source.numel() * (source.itemsize + target.itemsize)
                 if (storage := _storage(source)) is not None and storage.data_ptr() in self._weights:
-                    part = name, _, _ = self._weights[storage.data_ptr()], source.data_ptr(), source.shape
+                    name = self._weights[storage.data_ptr()]
+                    part = name, source.data_ptr(), source.shape
                     self._weight_casts[part] += 1
-                    if (n := self._weight_casts[part]) > 1:
-                        self._hints[_AGAIN][name] = max(n, self._hints[_AGAIN][name])
+                    if self._weight_casts[part] > 1:
+                        self._hints[_AGAIN][name] = max(self._weight_casts[part], self._hints[_AGAIN][name])
                 return
         dtypes = {t.dtype for t in operands}
         self._ops[op, "+".join(map(_name, sorted(dtypes, key=lambda d: (d.itemsize, str(d)))))] += 1

@@ -71,7 +71,8 @@ def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = to
         raise AmpTypeError(f"master_state_dict: dtype is {dtype!r}, expected one of {', '.join(map(str, _CAST))}")
     reshard_units(model)
     masters = {**_kept_by_optimizers(session), **_masters_of(session)}
-    (shown := _Shown()).model = model
+    shown = _Shown()
+    shown.model = model
     # All names of a tied weight, on which functional_call insists. The user's hooks treat masters as weights.
     values = {n: masters[p] for n, p in shown.named_parameters(remove_duplicate=False) if p in masters}
     state = torch.func.functional_call(shown, values, ())

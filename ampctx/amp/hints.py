@@ -22,7 +22,7 @@ class Hints:
     steps. ``leave`` is the undo."""
 
     def __init__(self, events: Events, run: RunFacts) -> None:
-        self.names, self.moves, self.say = run.names, run.moves, run.say
+        self.names, self.moves, self.log = run.names, run.moves, run.say
         self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(run.optimizers, 0))
         self.is_start, self.until = True, FIRST_STEPS if len(run.moves) == 1 else ENOUGH_STEPS
         # The first optimizer of a block and its loss id, once a backward went through the scaled loss.
@@ -32,6 +32,10 @@ class Hints:
         self.heard = [(name, heard, getattr(self, name)) for name, heard in vars(events).items()]
         for _, heard, listener in self.heard:
             heard.append(listener)
+
+    def say(self, kind: str, message: str) -> None:
+        """Once for each ``initialize``: a later one may make a mistake of its own."""
+        self.log((kind, id(self)), message)
 
     def leave(self, *names: str) -> None:
         for name, heard, listener in self.heard:
@@ -133,7 +137,7 @@ class Hints:
     def skipped(self, scale: float, min_scale: float, skipped: int, steps: int) -> None:
         # Some bad batches. Where most steps are skipped, the log of skips says what to look for.
         if scale < 1.0 and not min_scale and 2 * skipped < steps:
-            self.say(
+            self.log(
                 "small scale",
                 f"ampctx: the loss scale fell to {scale}, after {skipped} skips in {steps} steps. Below 1 it turns "
                 "small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches with "

@@ -204,7 +204,8 @@ class OwnThread:
                 f"thread {casts.name!r}. torch's autocast belongs to a thread. Call amp.initialize, amp.scale_loss and "
                 "amp.reset in the thread that trains. Forward passes may run in any thread."
             )
-        blocks = next((thread for thread in self._of_blocks if thread.is_alive()), here)
+        self._of_blocks[:] = [thread for thread in self._of_blocks if thread.is_alive()]
+        blocks = next(iter(self._of_blocks), here)
         if blocks is not here:
             raise AmpError(
                 f"amp.{name} was called in thread {here.name!r}, but a scale_loss block of the same session is open in "
@@ -221,7 +222,6 @@ class OwnThread:
             self.check("scale_loss", casts_on)
 
     def leave_block(self) -> None:
-        # The last entry of this thread. There is none if an interrupt came before ``enter_block`` made it.
-        here, blocks = threading.current_thread(), self._of_blocks
-        for i in [i for i, thread in enumerate(blocks) if thread is here][-1:]:
-            del blocks[i]
+        here = threading.current_thread()
+        if here in self._of_blocks:  # not if an interrupt came before ``enter_block`` noted it
+            self._of_blocks.remove(here)

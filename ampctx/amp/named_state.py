@@ -467,7 +467,8 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         where = f'state_dict["optimizers"]["{first}"]'
         if not isinstance(value, tuple | list) or len(value) != 1:
             raise AmpTypeError(f"{where} must be a tuple of one dict, got {type(value).__name__}")
-        typed(facts := value[0], dict, f"{where}[0]")
+        (facts,) = value
+        typed(facts, dict, f"{where}[0]")
         check_format(facts, f"{where}[0]", _FACTS)
         layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
         of_amp = {key: facts[key] for key in _OF_AMP if key in facts}

@@ -208,7 +208,7 @@ class AmpSession:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
                 DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
                 a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
-            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
+            AmpRankError: ranks differ in levels or loss scales. After any of these errors nothing has changed.
         """
         options = locals()
         if isinstance(enabled, str):
@@ -565,7 +565,7 @@ class AmpSession:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def master_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """The parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
+        """Returns an iterator over the parameters that ``optimizer`` steps, in the order of its groups. No host sync.
 
         With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
         after the ``scale_loss`` block: inside it, gradients are scaled and masters have none. ``optimizer`` may be any

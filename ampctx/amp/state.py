@@ -193,7 +193,8 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
 
 def check_format(state: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
-    if (number := entry(state, "format", int, where) if "format" in state else 1) > FORMAT:
+    number = entry(state, "format", int, where) if "format" in state else 1
+    if number > FORMAT:
         new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
         raise AmpValueError(
             f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '

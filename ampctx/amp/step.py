@@ -457,7 +457,8 @@ class OptimizerBinding:
 
     def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
-        culprits, known = self._culprits() if losses else (), self._known(self.gradients.pending if losses else None)
+        culprits = self._culprits() if losses else ()
+        known = self._known(self.gradients.pending if losses else None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.flags.forget_taken()

@@ -71,14 +71,16 @@ def _fake_norms(tensors, found_inf, *args):
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
+def _fake_norms_and_update(*args):
+    norm, each = _fake_norms(*args)
+    return norm, each, torch.empty_like(norm)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(FALLBACKS, _fake_nothing),
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm_and_update": lambda *args: (
-        *(norms := _fake_norms(*args)),
-        torch.empty_like(norms[0]),
-    ),
+    "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
     "block_factors": lambda scale: tuple(scale.new_empty(()) for _ in range(3)),
 }
 

@@ -65,7 +65,8 @@ def buckets(
     has_kernel: dict[tuple, bool] = {}
     for row in zip(*every, strict=True):
         tensors = row[: len(lists)]
-        kind = devices, dtypes = tuple(map(device_of, tensors)), tuple(map(dtype_of, tensors))
+        devices, dtypes = tuple(map(device_of, tensors)), tuple(map(dtype_of, tensors))
+        kind = devices, dtypes
         if kind not in has_kernel:
             has_kernel[kind] = _has_kernel(devices, dtypes, known_dtypes)
         fused = has_kernel[kind] and (resolved or all_resolved(tensors)) and _agree(tensors)

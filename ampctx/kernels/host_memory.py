@@ -37,7 +37,8 @@ def buffers(params: Sequence[Tensor]) -> list[Tensor]:
     """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
     sizes = [-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in params]
     result: dict[int, Tensor] = {}
-    for places in stacks((((p.dtype, p.is_cuda), size) for p, size in zip(params, sizes, strict=True)), _BLOCK_BYTES):
+    kinds = [(p.dtype, p.is_cuda) for p in params]
+    for places in stacks(zip(kinds, sizes, strict=True), _BLOCK_BYTES):
         dtype, pinned = params[places[0]].dtype, params[places[0]].is_cuda
         starts = [0, *accumulate(sizes[i] // dtype.itemsize for i in places)]
         storage = torch.empty(starts.pop(), dtype=dtype, pin_memory=pinned).untyped_storage()

@@ -98,10 +98,14 @@ def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
     try:
         return getattr(_ops, name).default(*lists, *others)
     except RuntimeError as error:
-        # A kernel's own error (csrc/error.h): C++ without torch's headers cannot throw torch's.
-        if str(error).startswith("ampctx: out of memory: "):
-            raise torch.OutOfMemoryError(str(error)) from None
+        raise_out_of_memory(error)
         raise
+
+
+def raise_out_of_memory(error: RuntimeError) -> None:
+    """Raises torch.OutOfMemoryError for a kernel's own error (csrc/error.h): C++ without torch's headers cannot."""
+    if str(error).startswith("ampctx: out of memory: "):
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:

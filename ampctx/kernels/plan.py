@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ampctx._plan import PLANS
-from ampctx.kernels.ops import extension, is_watched
+from ampctx.kernels.ops import extension, is_watched, raise_out_of_memory
 from ampctx.kernels.sharding import dtensor
 from ampctx.kernels.tensor_loops import all_none, grad_of, same_items, version_of
 
@@ -53,8 +53,12 @@ class Plan:
         may_share: whether two parameters may share a gradient.
         takes: set ``.grad`` of gradients that no call writes to None.
         """
-        found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
-        return found
+        try:
+            found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
+            return found
+        except RuntimeError as error:
+            raise_out_of_memory(error)
+            raise
 
 
 def make_plan(
@@ -95,22 +99,22 @@ _have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_gra
 
 def _use_dtensor() -> None:
     if kind := dtensor():
-        # Private names of torch's. A test guards them.
+        # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
+        # guards them.
         extension.module.use_dtensor(kind, kind._local_tensor, kind._spec)
 
 
 class SpreadGrads(NamedTuple):
     """Of each of some parameters its gradient or None, of that this rank's part or None if it has no elements, and the
-    layout of the parameter over the ranks or None. ``placed``: each gradient has that layout."""
+    layout of both over the ranks or None."""
 
     whole: list[Tensor | None]
     parts: list[Tensor | None]
     layouts: list[Any]
-    placed: bool
 
 
 def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
-    """None where C cannot read a tensor. No host sync."""
+    """None where C cannot read a tensor, or a gradient is laid out otherwise than its parameter. No host sync."""
     if not PLANS or extension.module is None or is_watched():
         return None
     _use_dtensor()

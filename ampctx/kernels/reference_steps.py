@@ -345,7 +345,8 @@ def larc(o: Options) -> None:
         skip = o.found_inf.reshape(()).to(param.device) != 0
         g = grad.to(dtype) * reference.scalar(o.inv_scale, grad, dtype)
         w = param.to(dtype)
-        of_w, of_g = (reference.scalar(n, grad, dtype) for n in (o.norms[i] if o.norms else (_norm(w), _norm(g))))
+        norms = o.norms[i] if o.norms else (_norm(w), _norm(g))
+        of_w, of_g = (reference.scalar(norm, grad, dtype) for norm in norms)
         rate = o.trust_coefficient * of_w / (of_g + of_w * o.weight_decay + o.eps)
         if o.clip:
             rate = torch.clamp(rate / reference.scalar(o.lr, grad, dtype), max=1.0)

@@ -7,7 +7,6 @@ must take part.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import all_reduce, named_collective
-from ampctx.kernels.tensor_loops import grad_of, same_items
+from ampctx.kernels.tensor_loops import grad_of
 
 
 def _loaded(module: str, name: str) -> Any:
@@ -182,21 +181,21 @@ def grids_of(tensors: Iterable[Tensor]) -> dict[Any, Grid]:
     return found
 
 
-def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The process groups over which flags of the DTensors are joined."""
+def groups_of(tensors: Iterable[Tensor], layouts: list[Any] | None = None) -> list[Any]:
+    """The process groups over which flags of the DTensors are joined. ``layouts``: see ``spreads_of``."""
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
-    grids = (spread.grid for spread in spreads_of(tensors) if spread.grid is not None)
+    grids = (spread.grid for spread in spreads_of(tensors, layouts) if spread.grid is not None)
     return list(dict.fromkeys(group for grid in grids for group in grid.groups))
 
 
-def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Groups tensors by mesh and placements. The key of plain tensors is None."""
-    found: dict[Any, list[Tensor]] = {}
-    for t in tensors:
+def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[int]]:
+    """The places of tensors of each mesh and placements. The key of plain tensors is None."""
+    found: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
         key = (t.device_mesh, t.placements) if is_sharded(t) else None  # type: ignore[attr-defined]
-        found.setdefault(key, []).append(t)
+        found.setdefault(key, []).append(i)
     return found
 
 
@@ -210,42 +209,39 @@ class Spread(NamedTuple):
     counted: list[int]
 
 
-# By a layout that some lists begin with: those of the latest such list, and its spreads.
-_SPREADS: Any = WeakIdKeyDictionary()
+# By the ids of the layouts of a list, which the entry keeps alive.
+_SPREADS: dict[tuple[int, ...], tuple[list[Any], list[Spread]]] = {}
+_MOST_SPREADS = 64
 
 
 def spreads_of(tensors: Sequence[Any], layouts: list[Any] | None = None) -> list[Spread]:
-    """How parameters are spread over the ranks. Kept for a list of the same layouts, as to compare meshes and
-    placements takes longer than a norm. ``layouts``: of each, or None of a plain tensor, where they are known."""
+    """How parameters are spread over the ranks. Kept for lists of the same layouts, as to compare meshes and placements
+    takes longer than a norm. ``layouts``: of each, or None of a plain tensor, where they are known."""
     layouts = layouts_of(tensors) if layouts is None else layouts
-    first = next(layout for layout in layouts if layout is not None)
-    former, spreads = _SPREADS.get(first, ((), []))
-    if same_items([layout() for layout in former], layouts):
-        return spreads
-    alike: dict[Any, list[int]] = {}
-    for i, t in enumerate(tensors):
-        alike.setdefault((t.device_mesh, t.placements) if is_sharded(t) else None, []).append(i)
+    key = tuple(map(id, layouts))
+    if key in _SPREADS:
+        return _SPREADS[key][1]
+    alike = by_layout(tensors)
     grids = grids_of(tensors[i] for i, *_ in alike.values())
     of_grids: dict[Grid | None, list[list[int]]] = {}
-    for key, places in alike.items():
-        of_grids.setdefault(None if key is None else grids.get(key[0]), []).append(places)
+    for layout, places in alike.items():
+        of_grids.setdefault(None if layout is None else grids.get(layout[0]), []).append(places)
     spreads = []
     for grid, kinds in of_grids.items():
         joins = grid is not None and any(is_split(tensors[i]) for i, *_ in kinds)
         counted = [kind for kind in kinds if grid is None or not joins or grid.counts(tensors[kind[0]])]
         spreads.append(Spread(grid, joins, list(chain(*kinds)), list(chain(*counted))))
-    _SPREADS[first] = [_never if layout is None else weakref.ref(layout) for layout in layouts], spreads
+    for oldest in list(_SPREADS)[: 1 - _MOST_SPREADS]:
+        _SPREADS.pop(oldest, None)
+    _SPREADS[key] = layouts, spreads
     return spreads
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:
     """The layout of each over the ranks, None of a plain tensor."""
+    kind = dtensor()
     # Private: two public properties tell the same in six times the time.
-    return [getattr(t, "_spec", None) for t in tensors]
-
-
-def _never() -> None:
-    """In place of a reference to the layout of a plain tensor."""
+    return [t._spec if isinstance(t, kind) else None for t in tensors]
 
 
 # The placements of gradients that were sums still to be made, by parameter.

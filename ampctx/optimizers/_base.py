@@ -486,8 +486,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 count = float(self._initial_step if key == "step" else 0)
                 state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
             else:
-                dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
-                dtype = STORES[destination].dtype or p.dtype if key == EXTRAS.get(destination) else dtype
+                if key == EXTRAS.get(destination):
+                    dtype = STORES[destination].dtype or p.dtype
+                else:
+                    dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
                 state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
                 if key == EXTRAS["copy"]:
                     state[key].copy_(p)

@@ -37,10 +37,7 @@ class _Twin(NamedTuple):
 
     weight: Tensor
     grad: Tensor
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    stride: tuple[int, ...]
+    made_for: tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
 class Offload:
@@ -81,10 +78,10 @@ class Offload:
     def _fit(self, params: Iterable[Tensor]) -> None:
         """Makes twins of parameters that have none of their dtype, device and layout."""
         kinds = {p: (p.dtype, p.device, p.shape, p.stride()) for p in params}
-        new = [p for p, kind in kinds.items() if p not in self._twins or self._twins[p][2:] != kind]
+        new = [p for p, kind in kinds.items() if p not in self._twins or self._twins[p].made_for != kind]
         self._drop(new)  # frees their memory first
         for p, weight, grad in zip(new, buffers(new), buffers(new), strict=True):
-            self._twins[p] = _Twin(weight, grad, *kinds[p])
+            self._twins[p] = _Twin(weight, grad, kinds[p])
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         for p in params:

@@ -109,7 +109,7 @@ def check_between_steps(group: Group, flags: Sequence[str]) -> None:
     if isinstance(lr := group["lr"], Tensor):
         check_one_element("lr", lr)
     elif type(lr) is not float:
-        _real("lr", lr)
+        group["lr"] = _real("lr", lr)
     for name in flags:
         if group[name] is not True and group[name] is not False:
             check_flag(name, group[name])

@@ -69,9 +69,10 @@ class StepPlan:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
-        specs = [SPECS[optimizer._op_of(work.group)] for work in works]
+        ops_of = [optimizer._op_of(work.group) for work in works]
+        specs = [SPECS[op] for op in ops_of]
         self._takers = [itemgetter("skips", *spec.values) for spec in specs]
-        self._defaults = [defaults_of(work) for work in works]
+        self._defaults = list(map(defaults_of, ops_of, works))
         self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
         self._settings = settings_of(optimizer)
         self._writes_all = writes_all(works, scaling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -274,10 +275,10 @@ def finish_unscaling(works: Sequence[Work]) -> None:
             wrote([p.grad for p in work.members if p.grad is not None])
 
 
-def defaults_of(work: Work) -> dict[str, Any]:
+def defaults_of(op: str, work: Work) -> dict[str, Any]:
     """The arguments of an op in place of those that a step does not give it."""
-    ends = {"skips": (), "grad_norm": 1.0, "max_norm": -1.0, "stochastic_state": False, "numbers": steps.NO_NUMBERS}
-    return {**ends, **work.random, "write_back": WRITE_BACKS.index(work.write_back)}
+    own = {given.name: given.default for given in inspect.signature(getattr(steps, op)).parameters.values()}
+    return {**own, **work.random, "write_back": WRITE_BACKS.index(work.write_back)}
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:

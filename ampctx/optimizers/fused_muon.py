@@ -196,7 +196,8 @@ class FusedMuon(FusedOptimizer):
             if group["use_muon"]:
                 # A parameter without gradient on this rank takes part: another rank may have one.
                 members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
-                for placed, alike in by_layout(members).items():
+                for placed, found in by_layout(members).items():
+                    alike = [members[i] for i in found]
                     for places in stacks(((p.shape, p.numel()) for p in alike), MOST_ELEMENTS):
                         with autocast_off():
                             self._orthogonalize_rows(group, placed, [alike[i] for i in places], directions)

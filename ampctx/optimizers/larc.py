@@ -168,8 +168,7 @@ class LARC:
             self.optim.found_inf = self.found_inf
         own: dict[str, Any] = {"trust_coefficient": self.trust_coefficient, "eps": self.eps, "clip": self.clip}
         norms = layerwise.larc_norms(self.param_groups, gradients, inv_scale)
-        for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
-            along = [norms.pop(0)] if norms else []
+        for group, decay, (grads, params), along in zip(self.param_groups, decays, gradients, norms, strict=True):
             for device, fused, (g, p, *joined) in buckets(grads, params, along=along):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
@@ -180,5 +179,4 @@ class LARC:
                 else:
                     given |= {"inv_scale": factor(inv), "lr": factor(given["lr"])}
                     reference_steps.run("larc", {**given, "norms": joined[0] if joined else None})
-            if along:  # DTensors
-                wrote(grads)
+            wrote(grads)

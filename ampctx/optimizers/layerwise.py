@@ -135,8 +135,9 @@ def take_step(work: Work, moves: Sequence[Tensor], arguments: Mapping[str, Any],
 
 
 def any_split(groups: Iterable[Group]) -> bool:
-    """Whether some parameters are DTensors of which this rank may hold only some of the elements."""
-    return any(any_sharded(group["params"]) and any(map(is_split, group["params"])) for group in groups)
+    """Whether some parameters are DTensors of which other ranks hold other elements."""
+    params = [p for group in groups for p in group["params"]]
+    return any_sharded(params) and any(spread.joins for spread in spreads_of(params))
 
 
 class Norms:
@@ -342,11 +343,11 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
 
 def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each group the norms of each parameter and of its gradient, where ranks hold parts: one all_reduce. Else [].
-    ``members``: for each group its gradients and their parameters."""
+) -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """For each group a column: the norms of each parameter and of its gradient, where ranks hold parts, by one
+    all_reduce. Else no column. ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):
-        return []
+        return [[] for _ in groups]
     norms = Norms(groups, "LARC.step()")
     of_w, of_g = norms.empty(), norms.empty()
     for grads, params in members:
@@ -355,4 +356,4 @@ def larc_norms(
     norms.add_idle(of_w, [p for _, params in members for p in params])
     joined = norms.join(of_w, of_g)
     rows = [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
-    return [list(zip(*of_group, strict=True)) for of_group in rows]
+    return [[list(zip(*of_group, strict=True))] for of_group in rows]

@@ -26,13 +26,13 @@ from ampctx._saved import plain
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.sharding import groups_of, place_grads
+from ampctx.kernels.sharding import any_sharded, groups_of
 from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
 from ampctx.scaling.step_record import DEFAULT_LENGTH, Culprits, Flags, History, Known, StepHistory, StepOutcome
-from ampctx.weights.clip import norm_before_clipping, strided_grads
+from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
 logger = logging.getLogger("ampctx")
@@ -68,7 +68,8 @@ def _culprits(optimizer: Any) -> Culprits:
 
 
 def _culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
-    return _culprits(of) or None if is_current and (of := stepped()) is not None else None
+    optimizer = stepped() if is_current else None
+    return None if optimizer is None else _culprits(optimizer) or None
 
 
 def _of_loss_scale(name: str, check: Any = lambda name, value: value) -> Any:
@@ -265,8 +266,8 @@ class GradScaler(torch.amp.GradScaler):
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if is_distributed():
-            place_grads(params)
-            if (meshes := groups_of(params)) or self._loss_scale.process_group is not None:
+            meshes = groups_of(params, placed_grads(params).layouts) if any_sharded(params) else []
+            if meshes or self._loss_scale.process_group is not None:
                 state["meshes"] = meshes  # over which ``_flags`` will join the flags
         after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
@@ -439,7 +440,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: optional if the scaler has stepped only one, else AmpError.
-            last: the largest number of steps to return, an int >= 0. None: all that ``GradScaler(history=...)`` keeps.
+            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps. Not an int
+                >= 0: AmpTypeError, AmpValueError.
         """
         if optimizer is None and len(self._steps) > 1:
             raise AmpError(f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them.")

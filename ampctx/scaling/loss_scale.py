@@ -351,7 +351,8 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
     for key, match in matches.items():
         assert match is not None
         try:
-            typed(one := state[key], Mapping, "the loss scale's state")
+            one = state[key]
+            typed(one, Mapping, "the loss scale's state")
             counts = ("unskipped", "hysteresis") if "hysteresis" in one else ("unskipped",)
             scale = check_scale("loss_scale", plain(required(one, "loss_scale")))
             numbers = {name: check_count(name, plain(required(one, name)), 0) for name in counts}

@@ -141,7 +141,8 @@ def clip_grad_norm_(
         foreach: for other orders than 2, as in torch. The compiled ops ignore it.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks have other parameters of the model, such as the
             stages of a pipeline, or experts. The norm is then that of all of them, by one more all_reduce. Every rank
-            must call this, with or without gradients. A parameter that several of its ranks pass counts for each.
+            must call this, with or without gradients. A parameter that several of its ranks pass counts for each. The
+            group must serve the device of the norm; over gloo the host waits for it.
 
     Returns:
         The norm, a 0-d tensor on the device of the first non-empty gradient; ``tensor(0.)`` if there is none.
@@ -180,7 +181,8 @@ def _clip(
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
     if (
-        not (in_graph or pending or are_sharded or process_group or error_if_nonfinite or isinstance(max_norm, Tensor))
+        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
+        and process_group is None
         and order == 2.0
         and (norm := _clipped_by_plan(found, max_norm)) is not None
     ):
@@ -189,7 +191,7 @@ def _clip(
     norms = [each.norm() for each in pending]
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
     if are_sharded:
-        spread = _spread_grads(touched)
+        spread = placed_grads(touched)
         given, grads = _there(spread.whole), _there(spread.parts)
         norms.append(_norm_over_ranks(touched, spread, order, use_foreach))
     else:
@@ -258,14 +260,14 @@ def _there(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def _spread_grads(params: list[Tensor]) -> SpreadGrads:
-    """The gradients of parameters, some of which are DTensors, placed as these."""
+def placed_grads(params: list[Tensor]) -> SpreadGrads:
+    """The gradients of parameters, some of which are DTensors, after ``place_grads``."""
     found = spread_grads(params)
-    if found is None or not found.placed or may_arrive_as_sums(params):
+    if found is None or may_arrive_as_sums(params):
         place_grads(params)
         whole = list(map(strided_grad, params))
         parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
-        found = SpreadGrads(whole, parts, layouts_of(params), True)
+        found = SpreadGrads(whole, parts, layouts_of(params))
     return found
 
 

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0;
   bool finite = true;
   [[maybe_unused]] const auto store = [&](int tensor, int, float norm) {
-    *static_cast<float*>(tensor_data(table, 1, tensor)) = norm;  // where norms of tensors go
+    *static_cast<float*>(table.pointer[1][tensor]) = norm;  // where norms of tensors go
   };
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     float of_segment[1] = {};

@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads)
   if (tensor >= table.count || found_inf.is_set()) return;
   const int64_t number = first + table.offset[tensor];
   const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];
-  const double t = next_step(*static_cast<const float*>(tensor_data(table, 0, tensor)));
+  const double t = next_step(*static_cast<const float*>(table.pointer[0][tensor]));
   const TensorScalars<float> scalars = tensor_scalars<float>(rule, t, number);
-  float* const n = static_cast<float*>(tensor_data(table, 1, tensor));
+  float* const n = static_cast<float*>(table.pointer[1][tensor]);
   *n = blend_norm(novograd, static_cast<float>(t) == 1, *n, has_elements ? norms[number] : 0.0f);
   if (has_elements) denominators[number] = denominator(novograd, scalars, *n);
 }
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
     advance_empty_steps_kernel(const __grid_constant__ Table table, FoundInf found_inf) {
   const int tensor = blockIdx.x * kThreads + threadIdx.x;
   if (tensor >= table.count || found_inf.is_set()) return;
-  float* const step = static_cast<float*>(tensor_data(table, 0, tensor));
+  float* const step = static_cast<float*>(table.pointer[0][tensor]);
   *step = static_cast<float>(next_step(*step));
 }
 

@@ -50,7 +50,6 @@ constexpr bool kHasManyParameters = false;
 
 template <int depth, int bytes>
 struct Table {
-  static constexpr int kDepth = depth;
   static constexpr int kParameters = bytes + kOtherParameters;
   static constexpr int kCapacity = (bytes - 40) / (8 + 8 * depth);
 

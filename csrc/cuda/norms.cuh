@@ -2,9 +2,9 @@
 //
 // A kernel that walks tensors leaves one fp32 partial value for each piece of a tensor that falls into the share of a
 // block (leave_piece). A step along the line of elements changes the block or the tensor, so block + tensor numbers the
-// pieces; where both change at once a number is left out, and its place gets 0. Who leaves the last piece of a tensor,
-// as a ticket tells, joins its pieces in fp64 (finish_norms). The order is fixed and there are no float atomics: two
-// runs on one device agree to the last bit. (Lists of several tables are cut in other places by older drivers.)
+// pieces; where both change at once a number is left out. Who leaves the last piece of a tensor, as a ticket tells,
+// joins its pieces in fp64 (finish_norms). The order is fixed and there are no float atomics: two runs on one device
+// agree to the last bit. (Lists of several tables are cut in other places by older drivers.)
 #pragma once
 
 #include "../functors/elementwise.h"
@@ -85,12 +85,10 @@ __device__ void leave_piece(const Table& table, int64_t share, int tensor, const
   if (threadIdx.x != 0) return;
   float* const piece = pieces + count * (int64_t{blockIdx.x} + tensor);
   const int64_t block_begin = blockIdx.x * share, block_end = block_begin + share;
-  const bool both_end = table.offset[tensor + 1] == block_end && tensor + 1 < table.count;
   const bool is_whole = table.offset[tensor] >= block_begin && table.offset[tensor + 1] <= block_end;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     piece[i] = joined[i];
-    if (both_end) piece[count + i] = 0;
     if (is_whole) store(tensor, i, Norm::finish(joined[i]));
   }
 }

@@ -176,11 +176,11 @@ class RoundedTensor {
   }
 
   __device__ __forceinline__ void load_list(int list, Raw& raw) const {
-    load_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
+    move_vector<Load>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   __device__ __forceinline__ void store_list(int list, const Raw& raw) const {
-    store_vector(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
+    move_vector<Store>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   // The scale of the octet's block, of a state in codes. The thread that stores it is the one that reads it: no other
@@ -193,7 +193,7 @@ class RoundedTensor {
   }
 
   // Looked up for each access: less to keep while elements are computed.
-  __device__ __forceinline__ void* base(int list) const { return tensor_data(table_, list, tensor_); }
+  __device__ __forceinline__ void* base(int list) const { return table_.pointer[list][tensor_]; }
   __device__ __forceinline__ float* scales(int state) const {
     return static_cast<float*>(base(Lists::kScales + state));
   }

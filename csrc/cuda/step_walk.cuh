@@ -34,7 +34,7 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
   __syncthreads();  // the scalars before these may still be read
   if (is_here) {
     const int64_t place = counts.first + own, number = counts.numbers ? counts.numbers[place] : place;
-    t = next_step(*static_cast<const float*>(tensor_data(table, list, own)));
+    t = next_step(*static_cast<const float*>(table.pointer[list][own]));
     scalars[threadIdx.x] = tensor_scalars<float>(counts.rule, t, number);
     if (counts.denominators) scalars[threadIdx.x].denominator = counts.denominators[place];
   }
@@ -43,7 +43,7 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
   const int64_t first = table.offset[own], last = table.offset[own + 1] - 1;
   const bool is_whole = first >= begin && last < end;
   if (is_whole || takes_last_of_tensor(counts.tickets, first / share, last / share)) {
-    *static_cast<float*>(tensor_data(table, list, own)) = static_cast<float>(t);
+    *static_cast<float*>(table.pointer[list][own]) = static_cast<float>(t);
   }
 }
 

@@ -83,101 +83,86 @@ struct Places {
 };
 
 // Vector accesses are spelled out: next to accesses of single elements at the same place, nvcc takes them apart or
-// makes one of both. `first`: of the words in `raw`.
-template <int words, int first>
-__device__ __forceinline__ void load_words(const void* base, int64_t byte, Raw& raw) {
-  uint32_t* const word = raw.word + first;
-  const char* const from = static_cast<const char*>(base) + byte;
+// makes one of both. `first`: of the words in `raw`. Elements that a thread does not hold are 0.
+struct Load {
+  template <int words, int first>
+  static __device__ __forceinline__ void wide(const void* base, int64_t byte, Raw& raw) {
+    uint32_t* const word = raw.word + first;
+    const char* const from = static_cast<const char*>(base) + byte;
 #ifdef __CUDA_ARCH__
-  const size_t address = __cvta_generic_to_global(from);
-  if constexpr (words == 4) {
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "l"(address));
-  } else {
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(address));
-  }
+    const size_t address = __cvta_generic_to_global(from);
+    if constexpr (words == 4) {
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                   : "l"(address));
+    } else {
+      asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(address));
+    }
 #else
-  memcpy(word, from, words * sizeof(uint32_t));
+    memcpy(word, from, words * sizeof(uint32_t));
 #endif
-}
-
-template <int words, int first>
-__device__ __forceinline__ void store_words(void* base, int64_t byte, const Raw& raw) {
-  const uint32_t* const word = raw.word + first;
-  char* const to = static_cast<char*>(base) + byte;
-#ifdef __CUDA_ARCH__
-  const size_t address = __cvta_generic_to_global(to);
-  if constexpr (words == 4) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]),
-                 "r"(word[3])
-                 : "memory");
-  } else {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(word[0]), "r"(word[1]) : "memory");
   }
-#else
-  memcpy(to, word, words * sizeof(uint32_t));
-#endif
-}
 
-// Elements that a thread does not hold are 0.
-template <class Word, class Places>
-__device__ __forceinline__ void load_singly(const void* base, const Places& places, Raw& raw) {
-  constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
+  template <class Word, class Places>
+  static __device__ __forceinline__ void singly(const void* base, const Places& places, Raw& raw) {
+    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
 #pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    const uint32_t word = places.holds(k) ? static_cast<const Word*>(base)[places.of(k)] : 0;
-    raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
-  }
-}
-
-template <class Word, class Places>
-__device__ __forceinline__ void store_singly(void* base, const Places& places, const Raw& raw) {
-  constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    if (places.holds(k)) {
-      static_cast<Word*>(base)[places.of(k)] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
+    for (int k = 0; k < kVector; ++k) {
+      const uint32_t word = places.holds(k) ? static_cast<const Word*>(base)[places.of(k)] : 0;
+      raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
     }
   }
-}
+};
 
-// `is_aligned`, for 16-byte accesses (8 of codes), and all elements are there.
-template <class Places>
-__device__ __forceinline__ void load_vector(const void* base, DType dtype, bool is_aligned, const Places& places,
-                                            Raw& raw) {
-  if (Places::kMayBeCodes && is_code(dtype)) {
-    is_aligned ? load_words<2, 0>(base, places.of(0), raw) : load_singly<uint8_t>(base, places, raw);
-  } else if (dtype == DType::f32) {
-    if (!is_aligned) return load_singly<uint32_t>(base, places, raw);
-    load_words<4, 0>(base, places.of(0) * 4, raw);
-    load_words<4, 4>(base, places.of(kVector / 2) * 4, raw);
-  } else if (!is_aligned) {
-    load_singly<uint16_t>(base, places, raw);
-  } else if (places.are_adjacent()) {
-    load_words<4, 0>(base, places.of(0) * 2, raw);
-  } else {
-    load_words<2, 0>(base, places.of(0) * 2, raw);
-    load_words<2, 2>(base, places.of(kVector / 2) * 2, raw);
+struct Store {
+  template <int words, int first>
+  static __device__ __forceinline__ void wide(void* base, int64_t byte, const Raw& raw) {
+    const uint32_t* const word = raw.word + first;
+    char* const to = static_cast<char*>(base) + byte;
+#ifdef __CUDA_ARCH__
+    const size_t address = __cvta_generic_to_global(to);
+    if constexpr (words == 4) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+                   "r"(word[3])
+                   : "memory");
+    } else {
+      asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(word[0]), "r"(word[1]) : "memory");
+    }
+#else
+    memcpy(to, word, words * sizeof(uint32_t));
+#endif
   }
-}
 
-template <class Places>
-__device__ __forceinline__ void store_vector(void* base, DType dtype, bool is_aligned, const Places& places,
-                                             const Raw& raw) {
+  template <class Word, class Places>
+  static __device__ __forceinline__ void singly(void* base, const Places& places, const Raw& raw) {
+    constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      if (places.holds(k)) {
+        static_cast<Word*>(base)[places.of(k)] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
+      }
+    }
+  }
+};
+
+// Moves eight elements by Load or Store. `is_aligned`, for 16-byte accesses (8 of codes), and all elements are there.
+template <class Move, class Places, class Words>
+__device__ __forceinline__ void move_vector(void* base, DType dtype, bool is_aligned, const Places& places,
+                                            Words& raw) {
   if (Places::kMayBeCodes && is_code(dtype)) {
-    is_aligned ? store_words<2, 0>(base, places.of(0), raw) : store_singly<uint8_t>(base, places, raw);
+    if (!is_aligned) return Move::template singly<uint8_t>(base, places, raw);
+    Move::template wide<2, 0>(base, places.of(0), raw);
   } else if (dtype == DType::f32) {
-    if (!is_aligned) return store_singly<uint32_t>(base, places, raw);
-    store_words<4, 0>(base, places.of(0) * 4, raw);
-    store_words<4, 4>(base, places.of(kVector / 2) * 4, raw);
+    if (!is_aligned) return Move::template singly<uint32_t>(base, places, raw);
+    Move::template wide<4, 0>(base, places.of(0) * 4, raw);
+    Move::template wide<4, 4>(base, places.of(kVector / 2) * 4, raw);
   } else if (!is_aligned) {
-    store_singly<uint16_t>(base, places, raw);
+    Move::template singly<uint16_t>(base, places, raw);
   } else if (places.are_adjacent()) {
-    store_words<4, 0>(base, places.of(0) * 2, raw);
+    Move::template wide<4, 0>(base, places.of(0) * 2, raw);
   } else {
-    store_words<2, 0>(base, places.of(0) * 2, raw);
-    store_words<2, 2>(base, places.of(kVector / 2) * 2, raw);
+    Move::template wide<2, 0>(base, places.of(0) * 2, raw);
+    Move::template wide<2, 2>(base, places.of(kVector / 2) * 2, raw);
   }
 }
 
@@ -221,16 +206,6 @@ __device__ __forceinline__ void round_as_stored(DType dtype, float (&value)[n]) 
 __host__ __device__ constexpr unsigned one_of_lists(int list) { return 1u << list; }
 __host__ __device__ constexpr unsigned first_lists(int count) { return (1u << count) - 1; }
 __host__ __device__ constexpr bool contains(unsigned lists, int list) { return (lists >> list & 1) != 0; }
-
-// The pointer of a tensor, which the compiler is told leads to global memory: a table on the device does not say so.
-template <class Table>
-__device__ __forceinline__ void* tensor_data(const Table& table, int list, int tensor) {
-  void* const data = table.pointer[list][tensor];
-#ifdef __CUDA_ARCH__
-  __builtin_assume(__isGlobal(data));
-#endif
-  return data;
-}
 
 // The elements of vector `v` of `vectors`, which begin at `first`. Lanes stand side by side in memory: at a distance of
 // 16 bytes, also where lists of 4 and 2 bytes an element go together. A warp's worth of vectors that is not full, and
@@ -285,7 +260,7 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
   bool aligned[walked], has_f32 = false;
 #pragma unroll
   for (int list = 0; list < walked; ++list) {
-    base[list] = tensor_data(table, list, tensor);
+    base[list] = table.pointer[list][tensor];
     aligned[list] = reinterpret_cast<uintptr_t>(base[list]) % kAccessBytes == 0;
     has_f32 = has_f32 || (contains(read | written, list) && table.dtype[list] == DType::f32);
   }
@@ -318,7 +293,8 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
       places[u] = vector_places(first, v + u * kThreads, vectors, has_f32);
 #pragma unroll
       for (int list = 0; list < walked; ++list) {
-        if (contains(read, list)) load_vector(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
+        if (contains(read, list))
+          move_vector<Load>(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
       }
     }
 #pragma unroll
@@ -328,7 +304,7 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
 #pragma unroll
       for (int list = 0; list < walked; ++list) {
         if (contains(written, list))
-          store_vector(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
+          move_vector<Store>(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
       }
     }
   }

@@ -247,6 +247,9 @@ def test_replaced_parameters_are_named_after_the_first_step(session, said, level
     assert message.startswith(f"SGD.step(): {names} got gradients and are in no optimizer")
 
 
+LEFT_OUT = '"0.weight", "0.bias", "1.weight" and 1 more'
+
+
 @pytest.mark.parametrize("closure", [False, True])
 def test_parameters_that_were_left_out_are_named(session, said, closure):
     model = mlp()
@@ -263,7 +266,19 @@ def test_parameters_that_were_left_out_are_named(session, said, closure):
             evaluate()
             optimizer.step()
     (message,) = said()
-    assert message.startswith('SGD.step(): "0.weight", "0.bias", "1.weight" and 1 more got gradients')
+    assert message.startswith(f"SGD.step(): {LEFT_OUT} got gradients")
+
+
+def test_each_initialize_of_a_session_names_what_it_left_out(session, said):
+    runs = []
+    for _ in range(2):
+        model = mlp()
+        runs.append(
+            start(session, "O1", lambda _, m=model: torch.optim.SGD(m[3].parameters(), lr=0.01), model, verbosity=1)
+        )
+    for model, optimizer in [*runs, *runs]:
+        train(session, model, optimizer, steps=1)
+    assert [message.split(" got ")[0] for message in said()] == [f"SGD.step(): {LEFT_OUT}"] * 2
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])

@@ -95,7 +95,7 @@ def test_all_reduce_after_accumulation(level, make, accumulation, misspelt):
 
 
 @both
-def test_the_verdict_of_a_plain_block_stays_with_the_step(make):
+def test_the_flag_of_a_plain_block_stays_with_the_step(make):
     """update_scale() besides a block that has updated the scale itself moves it again, as in apex, and no more."""
     model, optimizer = probe("O2", make)
     before = weights(optimizer)
@@ -107,7 +107,7 @@ def test_the_verdict_of_a_plain_block_stays_with_the_step(make):
 
 
 @both
-def test_a_verdict_of_a_plain_block_is_not_taken_with_a_later_one(make):
+def test_a_flag_of_a_plain_block_is_not_taken_with_a_later_one(make):
     model, optimizer = probe("O2", make)
     before = weights(optimizer)
     backward(model, optimizer, INF)
@@ -121,7 +121,7 @@ def test_a_verdict_of_a_plain_block_is_not_taken_with_a_later_one(make):
     assert optimizer._amp_stash.already_patched is False
 
 
-def test_only_the_verdict_of_that_scale_is_taken():
+def test_only_the_flag_of_that_scale_is_taken():
     model, optimizer = probe("O2", num_losses=2)
     before = weights(optimizer)
     backward(model, optimizer, INF, loss_id=1)
@@ -233,7 +233,7 @@ def test_a_loop_by_hand_over_two_optimizers(level):
 
 @both
 def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(make):
-    """apex stepped on inf; here the verdict waits for the step, and the scale for somebody who asks."""
+    """apex stepped on inf; here the flag waits for the step, and the scale for somebody who asks."""
     model, optimizer = probe("O2", make)
     before = weights(optimizer)
     with by_hand(model.loss(INF), optimizer, delay_overflow_check=True) as scaled:
@@ -299,7 +299,7 @@ def test_gradients_that_the_client_has_unscaled(level):
 
 @each_kind
 def test_a_scaler_of_the_clients_own(level):
-    """Not one of the session: the gradients are its, and so is the verdict."""
+    """Not one of the session: the gradients are its, and so is the flag."""
     model, optimizer = probe(level)
     mine = amp.scaler.LossScaler("dynamic", init_scale=16.0)
     for factor, had in [(1.0, False), (INF, True), (1.0, False)]:

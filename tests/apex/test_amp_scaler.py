@@ -244,7 +244,7 @@ def test_the_state_of_a_pickle_of_apex():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_the_buffer_shows_the_latest_verdict(level):
+def test_the_buffer_shows_the_latest_flag(level):
     model, optimizer = probe(level)
     scaler = _amp_state.loss_scalers[0]
     for factor, shown in [(1.0, 0), (float("inf"), 1), (float("nan"), 1), (1.0, 0)]:
@@ -258,7 +258,7 @@ def test_the_buffer_shows_the_latest_verdict(level):
         optimizer.zero_grad()
 
 
-def test_an_assigned_buffer_is_written_at_each_verdict():
+def test_an_assigned_buffer_is_written_at_each_flag():
     model, optimizer = probe()
     scaler = _amp_state.loss_scalers[0]
     scaler._overflow_buf = mine = flag(1)

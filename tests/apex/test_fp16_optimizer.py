@@ -289,7 +289,7 @@ def test_a_closure_runs_again_while_it_overflows(caplog):
     model = make_model()
     factors = [math.inf, math.inf, 1.0]
     optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
-    # A verdict of before says nothing about what the closure will find.
+    # A flag of before says nothing about what the closure will find.
     optimizer.overflow = True
 
     def closure():

@@ -17,6 +17,7 @@ CALLS = """
 import re, resource, sys, torch
 from ampctx import optimizer_ops
 from ampctx.kernels import ops
+from ampctx.kernels.plan import PlannedCall, make_plan
 
 weight = torch.empty(2**28, dtype=torch.bfloat16)  # memory that nothing touches
 weights, flag = [weight] * 1000, torch.zeros(())
@@ -24,11 +25,14 @@ steps, one = [torch.zeros(()) for _ in weights], torch.ones(())
 options = dict(beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1)
 lists = {name: weights for name in ("grads", "params", "exp_avgs", "exp_avg_sqs")}
 lamb = {**options, "global_grad_norm": one, "lr": 0.1, "inv_scale": one, "found_inf": flag, "extras": []}
+plan = make_plan([], [PlannedCall("multi_tensor_unscale_l2norm", [weights], ())])
+norms = torch.zeros(()), torch.zeros(0)
 calls = {
     "l2norm": lambda: ops.multi_tensor_l2norm(weights, flag),
     "unscale_l2norm": lambda: ops.multi_tensor_unscale_l2norm(weights, flag, 0.5),
     "lamb": lambda: optimizer_ops.lamb(**lists, **lamb, steps=steps),
     "larc": lambda: optimizer_ops.larc(weights, weights, flag, one, 0.1),
+    "plan": lambda: plan.run([], [(flag, 0.5, False, *norms)]),
     "torch.ops": lambda: torch.ops.ampctx.multi_tensor_l2norm(weights, flag, False),
     "compiled": torch.compile(lambda: ops.multi_tensor_l2norm(weights, flag), backend="eager"),
 }
@@ -52,8 +56,8 @@ def run(name):
     return result.stdout.splitlines()
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize("name", ["l2norm", "unscale_l2norm", "lamb", "larc"])
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("name", ["l2norm", "plan", "unscale_l2norm", "lamb", "larc"])
 def test_a_workspace_that_cannot_be_had(name):
     error, state = run(name)
     assert error.startswith("OutOfMemoryError ampctx: out of memory: no room on cpu for ")

@@ -87,8 +87,8 @@ def test_gradients_are_those_that_torch_leaves(name, scaler_type, theirs, kind):
 @on_scalers
 @on_optimizers
 def test_of_every_optimizer_in_every_mode(name, scaler_type, mode):
-    """Unscaling and skipping happen inside the op: what is left is a plain run without the overflowed step. Several in
-    a row: the calls of the first step are kept for the second."""
+    """Unscaling and skipping happen inside the op: the result is a plain run without the overflowed step. A plan of the
+    first step makes the others."""
     optimizer, plain, scaler = make(name, mode), make(name, mode), scaled(scaler_type)
     params = params_of(optimizer)
     for step, bad in ((0, False), (1, False), (2, True), (3, False)):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from ampctx import clip_grad_norm_
 from ampctx.amp import AmpSession
-from ampctx.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedLion, FusedSGD
 
 # Of one row each: the second rank has no element.
 SHAPES = (7, 3), (1, 4), (6,), (4, 2, 3)
@@ -71,6 +71,18 @@ def test_steps_of_other_optimizers_and_write_backs_are_those_of_copies():
     same_as_copies(lambda: FusedAdam(sharded(), state_dtype="8bit", min_8bit_size=0), None, step_on)
 
 
+@on_ranks(2)
+def test_private_attributes_of_torch_say_what_the_public_ones_do():
+    """C reads these two by their descriptors."""
+    p = sharded()[0]
+    assert (p._spec.mesh, p._spec.placements) == (p.device_mesh, p.placements)
+    assert p._local_tensor.data_ptr() == p.to_local().data_ptr()
+    grad = spread(torch.ones(SHAPES[0]))
+    assert grad._spec == p._spec
+    assert grad._spec != spread(torch.ones(SHAPES[0]), Replicate())._spec
+    assert all(hasattr(type(vars(DTensor)[name]), "__get__") for name in ("_spec", "_local_tensor"))
+
+
 def placed(grad, layout):
     """Sums of which each rank has a part that is not half of them."""
     if layout.is_partial():
@@ -122,6 +134,9 @@ def test_each_write_is_told_to_autograd():
             assert p._version > whole
             assert p.to_local()._version > part
     session.reset()
+    replicas = sharded(placement=Replicate())
+    step_on(LARC(FusedSGD(replicas, lr=0.1)), 0)  # adapts gradients
+    assert all(p.grad._version > 0 for p in replicas)
 
 
 @on_ranks(2)

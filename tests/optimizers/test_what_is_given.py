@@ -154,6 +154,8 @@ def test_numbers_of_other_libraries_become_plain_ones(kind):
     nova = FusedNovoGrad(parameters(), lr=lr, betas=betas, norm_type=Scalar(0))
     for optimizer in (adam, sgd, nova):
         run(optimizer, 1)
+        optimizer.param_groups[0]["lr"] = Scalar(0.25)
+        run(optimizer, 1)
         optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
         for name, value in optimizer.param_groups[0].items():
             assert name in ("params", "betas") or type(value) in (float, int, bool), name

@@ -298,7 +298,7 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
     library = definitions.define(REFERENCE.namespace)
     assert library is not None
     end, number = time.monotonic() + seconds, first
-    verdicts: collections.Counter[str] = collections.Counter()
+    answers: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     with progress.open("w") as file:
         while time.monotonic() < end and len(wrong) < 20:
@@ -306,11 +306,11 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
             file.write(f"{number:>12}")
             file.flush()
             answer, problem = check(seed, number)
-            verdicts[answer] += 1
+            answers[answer] += 1
             if problem:
                 wrong.append(f"call {number}, {Case(seed, number)}: {problem}")
             number += 1
-    print(json.dumps({"calls": number - first, "verdicts": verdicts, "wrong": wrong}))
+    print(json.dumps({"calls": number - first, "answers": answers, "wrong": wrong}))
 
 
 def fuzz(seed: int, seconds: float) -> dict[str, Any]:
@@ -337,8 +337,8 @@ def fuzz(seed: int, seconds: float) -> dict[str, Any]:
                 continue
         found = json.loads(result.stdout)
         total["calls"] += found["calls"]
-        total["accepted"] += found["verdicts"].pop("accepted", 0)
-        for name, count in found["verdicts"].items():
+        total["accepted"] += found["answers"].pop("accepted", 0)
+        for name, count in found["answers"].items():
             total["refused"][name] = total["refused"].get(name, 0) + count
         total["wrong"] += found["wrong"]
         break

@@ -328,7 +328,7 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
 
 @pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
 @every_level
-def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
+def test_the_flag_of_a_step_that_raised(make_training, level, kind):
     """It counts where the step is tried again, and goes with its gradients where they are zeroed."""
 
     def overflowed():

@@ -100,7 +100,7 @@ def ended_by_the_step_of_a_rank_without_gradients(session, model, optimizer, ove
 
 
 def judged_later(session, model, optimizer, overflow):
-    """The first block leaves its verdict to the second."""
+    """The first block leaves its flag to the second."""
     one_block(session, model, optimizer, overflow, delay_overflow_check=True)
     one_block(session, model, optimizer, False)
 
