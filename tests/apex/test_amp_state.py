@@ -287,9 +287,9 @@ MODULES = ["_amp_state", "_initialize", "amp", "compat", "frontend", "handle", "
 
 
 def test_importing_says_nothing():
-    """In a fresh process, where a warning is an error."""
-    imports = "import apex; apex.parallel.Reducer, apex.normalization; import "
-    imports += ", ".join(f"apex.amp.{module}" for module in MODULES)
+    """In a fresh process, where a warning is an error. Modules are attributes, also before their import."""
+    modules = ", ".join(f"apex.amp.{module}" for module in MODULES)
+    imports = f"import apex; apex.parallel.Reducer, apex.normalization, {modules}; import {modules}"
     assert output("-c", f"import ampctx_apex; ampctx_apex.install_apex(); {imports}") == ""
 
 
