@@ -108,8 +108,10 @@ def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
     """Casts in place through ``.data``, so that tied weights and optimizers keep the same object."""
     if t.dtype != dtype:
         t.data = t.data.to(dtype)
-    if isinstance(t, nn.Parameter) and t.grad is not None and t.grad.dtype != dtype:
-        t.grad.data = t.grad.data.to(dtype)
+    if isinstance(t, nn.Parameter) and t.grad is not None:
+        wanted = t.grad_dtype or dtype  # that of the parameter, unless the program has set another
+        if t.grad.dtype != wanted:
+            t.grad.data = t.grad.data.to(wanted)
 
 
 def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:

@@ -33,13 +33,14 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def buffers(params: Sequence[Tensor]) -> list[Tensor]:
-    """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
-    sizes = [-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in params]
+def buffers(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Host tensors of these dtypes laid out as the parameters, without values; pinned for those on a CUDA device."""
+    kinds = [(dtype, p.is_cuda) for p, dtype in zip(params, dtypes, strict=True)]
+    nbytes = (p.numel() * dtype.itemsize for p, dtype in zip(params, dtypes, strict=True))
+    sizes = [-(-n // _ALIGNMENT) * _ALIGNMENT for n in nbytes]
     result: dict[int, Tensor] = {}
-    kinds = [(p.dtype, p.is_cuda) for p in params]
     for places in stacks(zip(kinds, sizes, strict=True), _BLOCK_BYTES):
-        dtype, pinned = params[places[0]].dtype, params[places[0]].is_cuda
+        dtype, pinned = kinds[places[0]]
         starts = [0, *accumulate(sizes[i] // dtype.itemsize for i in places)]
         storage = torch.empty(starts.pop(), dtype=dtype, pin_memory=pinned).untyped_storage()
         for i, start in zip(places, starts, strict=True):

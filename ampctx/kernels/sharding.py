@@ -244,7 +244,7 @@ def layouts_of(tensors: Iterable[Any]) -> list[Any]:
     return [t._spec if isinstance(t, kind) else None for t in tensors]
 
 
-# The placements of gradients that were sums still to be made, by parameter.
+# The placements and dtypes of gradients that were sums still to be made, by parameter.
 _ARRIVES_AS: Any = WeakIdKeyDictionary()
 
 
@@ -270,7 +270,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
         if isinstance(grad, kind) and grad.placements != p.placements:
             if _dims_of(p.device_mesh) and any(placement.is_partial() for placement in grad.placements):
                 pending.append((p, grad))
-                _ARRIVES_AS[p] = grad.placements
+                _ARRIVES_AS[p] = grad.placements, grad.dtype
             else:
                 p.grad = grad.redistribute(p.device_mesh, p.placements)
         elif grad is None and p in _ARRIVES_AS:
@@ -290,7 +290,7 @@ def _add_up(pending: list[tuple[Any, Any]], grid: Grid) -> None:
         if grad is None:
             have_one[i].zero_()
         with named_collective(call, grid.groups[0], has):
-            given = _zeros_like(p, _ARRIVES_AS[p]) if grad is None else grad
+            given = _zeros_like(p, *_ARRIVES_AS[p]) if grad is None else grad
             sums.append(given.redistribute(p.device_mesh, p.placements))
             _part(sums[-1])
     grid.reduce(have_one, torch.distributed.ReduceOp.SUM, call, has)
@@ -301,11 +301,11 @@ def _add_up(pending: list[tuple[Any, Any]], grid: Grid) -> None:
             p.grad = total
 
 
-def _zeros_like(p: Any, placements: Sequence[Any]) -> Any:
+def _zeros_like(p: Any, placements: Sequence[Any], dtype: torch.dtype) -> Any:
     """A DTensor of zeros for ``p`` that is a pending sum where ``placements`` are."""
     tensor = sys.modules["torch.distributed.tensor"]
     whole = [tensor.Replicate() if placement.is_partial() else placement for placement in placements]
-    part = tensor.zeros(p.shape, dtype=p.dtype, device_mesh=p.device_mesh, placements=whole).to_local()
+    part = tensor.zeros(p.shape, dtype=dtype, device_mesh=p.device_mesh, placements=whole).to_local()
     return tensor.DTensor.from_local(part, p.device_mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
 
 

@@ -37,7 +37,7 @@ class _Twin(NamedTuple):
 
     weight: Tensor
     grad: Tensor
-    made_for: tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+    made_for: tuple[torch.dtype, torch.dtype, torch.device, torch.Size, tuple[int, ...]]
 
 
 class Offload:
@@ -62,7 +62,7 @@ class Offload:
                     "one. Leave out offload, and pass fully_shard(..., offload_policy=CPUOffloadPolicy()): the "
                     "optimizer then steps on the CPU."
                 )
-        memory = sum(2 * p.nbytes for p in group["params"])  # of weight and gradient
+        memory = sum(p.numel() * (p.dtype.itemsize + _grad_dtype(p).itemsize) for p in group["params"])
         # That steps have yet to make.
         missing = [(p, g) for g in optimizer.param_groups for p in g["params"] if p not in optimizer.state]
         entries = (optimizer.first_state(p, g, torch.empty_like(p, device="meta")).values() for p, g in missing)
@@ -76,11 +76,13 @@ class Offload:
         self._fit(group["params"])
 
     def _fit(self, params: Iterable[Tensor]) -> None:
-        """Makes twins of parameters that have none of their dtype, device and layout."""
-        kinds = {p: (p.dtype, p.device, p.shape, p.stride()) for p in params}
+        """Makes twins of parameters that have none of their dtypes, device and layout."""
+        kinds = {p: (p.dtype, _grad_dtype(p), p.device, p.shape, p.stride()) for p in params}
         new = [p for p, kind in kinds.items() if p not in self._twins or self._twins[p].made_for != kind]
         self._drop(new)  # frees their memory first
-        for p, weight, grad in zip(new, buffers(new), buffers(new), strict=True):
+        grads = buffers(new, [kinds[p][1] for p in new])
+        for p, weight, grad in zip(new, buffers(new, [p.dtype for p in new]), grads, strict=True):
+            weight.grad_dtype = grad.dtype
             self._twins[p] = _Twin(weight, grad, kinds[p])
 
     def _drop(self, params: Iterable[Tensor]) -> None:
@@ -212,6 +214,10 @@ class Offload:
             return PerDevice(here)
 
         return Scaling(down(scaling.found_inf), down(scaling.inv_scale))
+
+
+def _grad_dtype(p: Tensor) -> torch.dtype:
+    return p.grad_dtype or (p.dtype if p.grad is None else p.grad.dtype)
 
 
 def _of(optimizer: Any) -> str:

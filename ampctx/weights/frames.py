@@ -306,7 +306,7 @@ class Frames:
             if old is not None and (new is None or new.layout != torch.strided):
                 unseen.append(values_of(old))
             if new is not None and new.layout != torch.strided:
-                total = _add_sparse(new, old, factor, found_inf).to(p.dtype)
+                total = _add_sparse(new, old, factor, found_inf).to(new.dtype)
             elif new is not None:
                 total = _writable(new, resolved)
                 if old is not None:

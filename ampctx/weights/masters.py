@@ -309,7 +309,7 @@ class MasterParams:
                     p = group["params"][i] = self.model_of[master]
                     grad, p.grad = master.grad, None
                     p.data = master.detach()
-                    p.grad = grad
+                    p.grad = grad if grad is None else grad.to(p.grad_dtype or grad.dtype)
                     _move_state(optimizer, master, p, torch.float32)
         for p, former in self._cast:
             _move_state(optimizer, p, p, self._state_dtype(former))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import measuring
 import ops
 import peers
 import pytest
+import resume
 import shapes
 import suite
 import tail
@@ -291,6 +293,23 @@ def test_the_command_of_a_report_runs_again(tmp_path, capsys):
     tail.main(command.split()[2:])
     assert command == "python benchmarks/tail.py --rounds 2 --model digits --clip"
     assert capsys.readouterr().out.splitlines()[0] == command
+
+
+def test_resume_compares_a_killed_run_with_the_whole_one(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    resume.main(["--only", "torch AdamW bf16,ampctx FusedAdam bf16 split 8bit", "--steps", "6"])
+    found = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[4:]]
+    sides = "torch AdamW bf16", "ampctx FusedAdam bf16 split 8bit"
+    assert found == [[side, "bit for bit", "bit for bit"] for side in sides]
+
+
+def test_resume_says_how_far_states_are_apart():
+    expected = {0: {"step": 2, "exp_avg": torch.tensor([1.0, 2.0, 3.0])}}
+    assert resume.differences(copy.deepcopy(expected), expected) == "bit for bit"
+    moved = {0: {"step": 2, "exp_avg": torch.tensor([1.0, 2.5, 3.0])}}
+    assert resume.differences(moved, expected) == "25.0% differ, by up to 5.0e-01"
+    for other in ({0: {"step": 2}}, {0: {"step": 2, "exp_avg": torch.ones(3).bfloat16()}}):
+        assert resume.differences(other, expected) == "other dtypes or names: /0/exp_avg"
 
 
 def test_split_is_exact_on_some_patterns():

@@ -1,0 +1,256 @@
+"""Parameters whose ``grad_dtype`` is not their dtype: each step is that of gradients which a program casts itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from kit import assert_same, backward, same, start
+from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, parameters, with_masters
+from rank_processes import RANK, flat_mesh, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from ampctx import GradScaler, clip_grad_norm_
+from ampctx.amp import AmpSession
+from ampctx.optimizers import FusedAdam, FusedSGD
+
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
+WEIGHTS = {"O2": F16, "O5": B16}
+LEVELS_HERE = ["O0", "O1", "O2", "O4", "O5"]
+SCALE = 64.0
+
+# Weight, grad_dtype, gradient, and the options that keep the masters.
+KINDS = {
+    "bf16 weights": (B16, F32, F32, {}),
+    "fp16 weights": (F16, F32, F32, {}),
+    "masters": (B16, F32, F32, {"master_weights": True}),
+    "split": (B16, F32, F32, {"master_weights": "split"}),
+    "any dtype": (B16, None, F32, {}),
+    "bf16 gradients": (F32, B16, B16, {}),
+}
+DRIVERS = ["alone", "clipped", "scaler", "unscaled"]
+# LARC writes adapted gradients, which are then rounded; SplitMasters takes no fp16. Neither takes the options.
+ODD = {("larc", "bf16 gradients"), ("split-masters", "fp16 weights")}
+ODD |= {(name, kind) for name in ("larc", "split-masters") for kind in ("masters", "split")} | {("mixed-lamb", "split")}
+CASES = [(name, kind) for name in STEPPED_BY for kind in KINDS if (name, kind) not in ODD]
+
+
+def drive(optimizer, params, grads, how, scaler):
+    """A step by gradients that are scaled where a scaler steps. Returns the norm."""
+    norm = None
+    give(params, grads)
+    if how == "unscaled":
+        scaler.unscale_(optimizer)
+    if how == "clipped":
+        norm = clip_grad_norm_(params, 1.0)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    return norm
+
+
+@pytest.mark.parametrize("how", DRIVERS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_step_uses_every_bit_of_the_gradient(name, kind, how):
+    """Beside the optimizer on fp32 weights with fp32 gradients; without masters those are rounded after each step."""
+    dtype, allowed, given, options = KINDS[kind]
+    params = parameters(dtype)
+    for p in params:
+        p.grad_dtype = allowed
+    plain = [nn.Parameter(p.detach().to(F32, copy=True)) for p in params]
+    of_mixed_lamb = (name, kind) == ("mixed-lamb", "masters")
+    optimizer = with_masters(name, params) if of_mixed_lamb else STEPPED_BY[name](params, **options)
+    reference = STEPPED_BY[name](plain)
+    scaler = GradScaler("cpu", init_scale=SCALE) if how in ("scaler", "unscaled") else None
+    scale = SCALE if scaler else 1.0
+    if scaler:
+        scaler.scale(torch.ones(()))
+    generator = torch.Generator().manual_seed(0)
+    has_masters = bool(options) or (name == "split-masters" and dtype == B16)
+    for _ in range(3):
+        grads = [torch.randn(shape, generator=generator).to(given) for shape in SHAPES]
+        norm = drive(optimizer, params, [g * scale for g in grads], how, scaler)
+        assert {p.grad.dtype for p in params} == {given}
+        wide = [g.to(F32) for g in grads]
+        if how == "clipped":
+            give(plain, [g.clone() for g in wide])
+            assert torch.equal(norm, clip_grad_norm_(plain, 1.0))
+            wide = [p.grad.to(F32, copy=True) for p in params]  # as rounded in their dtype
+        drive(reference, plain, wide, "alone", None)
+        with torch.no_grad():
+            for p in () if has_masters else plain:
+                p.copy_(p.to(dtype))
+    if has_masters:
+        masters = [m.detach() for group in optimizer.param_groups_master for m in group["params"]]
+        assert_same(masters, [p.detach() for p in plain])
+    assert_same([p.detach() for p in params], [p.detach().to(dtype) for p in plain])
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+def mlp(grad_dtype=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    for p in model.parameters() if grad_dtype else ():
+        p.grad_dtype = grad_dtype
+    return model
+
+
+def inputs(step, micro):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + micro))
+
+
+def by_amp(level, grad_dtype, make, delays, clips):
+    session = AmpSession()
+    model, optimizer = start(session, level, make, mlp(grad_dtype), loss_scale=SCALE)
+    for step in range(3):
+        for micro in range(2):
+            loss = model(inputs(step, micro)).float().square().mean()
+            with session.scale_loss(loss, optimizer, delay_unscale=delays and micro == 0) as scaled:
+                scaled.backward()
+                assert {p.grad.dtype for p in model.parameters()} == {grad_dtype}
+        if clips:
+            clip_grad_norm_(session.master_params(optimizer), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [p.detach().clone() for p in session.master_params(optimizer)]
+    session.reset()
+    return masters
+
+
+def by_hand(level, grad_dtype, make, delays, clips):
+    """fp32 masters that torch steps by fp32 gradients, and a model of rounded weights."""
+    model = mlp(grad_dtype)
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    dtype = WEIGHTS.get(level, F32)
+    # The sums of scale 1 are in fp32 masters' gradients, or in those of the parameters.
+    kept = F32 if level in WEIGHTS else grad_dtype
+    model.to(dtype)
+    optimizer = make(masters)
+    for step in range(3):
+        totals = None
+        for micro in range(2):
+            with torch.autocast("cpu", B16 if level == "O4" else F16, enabled=level in ("O1", "O4")):
+                loss = model(inputs(step, micro).to(dtype)).float().square().mean()
+            (loss * SCALE).backward()
+            if micro or not delays:
+                grads = [p.grad.to(F32) / SCALE for p in model.parameters()]
+                before = totals or list(map(torch.zeros_like, grads))
+                totals = [(a + b).to(kept).to(F32) for a, b in zip(before, grads, strict=True)]
+                model.zero_grad()
+        give(masters, totals)
+        if clips:
+            clip_grad_norm_(masters, 0.1)
+            give(masters, [p.grad.to(kept).to(F32) for p in masters])
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+    return [p.detach() for p in masters]
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("delays", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize(
+    ("level", "name"), [*((level, "FusedAdam") for level in LEVELS_HERE), ("O2", "AdamW"), ("O5", "AdamW")]
+)
+def test_levels_equal_a_loop_by_hand(level, name, delays, clips):
+    make = partial(FusedAdam if name == "FusedAdam" else torch.optim.AdamW, lr=0.01)
+    case = level, F32 if level in WEIGHTS else B16, make, delays, clips
+    assert same(by_amp(*case), by_hand(*case))
+
+
+@pytest.mark.parametrize("grad_dtype", [F32, B16])
+def test_gradients_keep_their_dtype_when_the_model_is_cast_and_restored(session, grad_dtype):
+    model = mlp(grad_dtype)
+    give(list(model.parameters()), [torch.ones_like(p, dtype=grad_dtype) for p in model.parameters()])
+    model, optimizer = start(session, "O2", "FusedSGD", model)
+    assert {p.grad.dtype for p in model.parameters()} == {grad_dtype}
+    optimizer.zero_grad()
+    backward(session, model(inputs(0, 0)).float().sum(), optimizer)
+    session.reset()
+    assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(F32, grad_dtype)}
+
+
+def test_sparse_gradients_of_another_dtype(session):
+    model = nn.Embedding(5, 3, sparse=True)
+    model.weight.grad_dtype = B16
+    model, optimizer = start(session, "O0", torch.optim.SGD, model, loss_scale=SCALE)
+    for total in (1.0, 2.0):
+        backward(session, model(torch.tensor([1, 2])).sum(), optimizer)
+        assert model.weight.grad.dtype == B16
+        assert torch.equal(model.weight.grad.to_dense()[1], torch.full((3,), total, dtype=B16))
+
+
+# --- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", DRIVERS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_dtensors_step_as_plain_tensors(name, how, mesh):
+    """torch writes the gradients."""
+    found = []
+    for place in (lambda t: t, lambda t: distribute_tensor(t, mesh, [Replicate()])):
+        params = [nn.Parameter(place(p.detach().clone())) for p in parameters(B16)]
+        for p in params:
+            p.grad_dtype = F32
+        optimizer = BY_NAME[name](params)
+        scaler = GradScaler("cpu", init_scale=SCALE) if how in ("scaler", "unscaled") else None
+        for _ in range(3):
+            loss = sum((p * p).float().sum() for p in params)
+            (scaler.scale(loss) if scaler else loss).backward()
+            assert {p.grad.dtype for p in params} == {F32}
+            drive(optimizer, params, [p.grad for p in params], how, scaler)
+            optimizer.zero_grad()
+        found.append([p.full_tensor() if isinstance(p, DTensor) else p for p in params])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("level", LEVELS_HERE)
+def test_fully_shard_knows_no_grad_dtype(level, mesh):
+    """torch's shards have that of their own, and refuse another in their backward: the steps stay those without it."""
+    found = []
+    for grad_dtype in (None, B16):
+        model, session = fully_shard(mlp(grad_dtype), mesh=mesh), AmpSession()
+        model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
+        backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
+        assert {p.grad.dtype for p in model.parameters()} == {F32}
+        optimizer.step()
+        found.append([p.full_tensor().detach() for p in model.parameters()])
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad_dtype = B16
+        with pytest.raises(RuntimeError, match="grad_dtype"):
+            backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
+        session.reset()
+    assert_same(*found)
+
+
+@on_ranks(2)
+def test_a_sum_that_a_rank_has_no_part_of_keeps_its_dtype():
+    mesh = flat_mesh()
+    p = nn.Parameter(distribute_tensor(torch.zeros(3, dtype=B16), mesh, [Replicate()]))
+    p.grad_dtype = F32
+    optimizer = FusedSGD([p], lr=1.0, master_weights=True)
+    value = 1 + 2.0**-12  # not in bf16
+    for step in range(2):
+        lacks = step == 1 and RANK == 0
+        p.grad = None if lacks else DTensor.from_local(torch.full((3,), value), mesh, [Partial()])
+        optimizer.step()
+        assert p.grad.dtype == F32
+    (master,) = optimizer.param_groups_master[0]["params"]
+    assert torch.equal(master.to_local(), torch.full((3,), -3 * value))
