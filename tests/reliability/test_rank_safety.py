@@ -66,6 +66,31 @@ def refused(*texts):
         assert text in str(caught.value)
 
 
+# --- wrappers that average nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@on_ranks(2)
+def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(level):
+    """At the first forward of the wrapper; a new one of the same model averages, until ``reset`` casts back."""
+    refusal = pytest.raises(AmpError, match="DistributedDataParallel: the model was wrapped before amp.initialize")
+    model = mlp()
+    wrapped = DistributedDataParallel(nn.Sequential(model))  # around the model's parent
+    session, _, optimizer = started(level, model=model)
+    if cast := level in ("O2", "O3", "O5"):
+        with refusal:
+            wrapped(batch(RANK))
+        with torch.no_grad():
+            wrapped(batch(RANK))
+        wrapped = DistributedDataParallel(wrapped.module)
+    step(session, wrapped, optimizer, batch(RANK))
+    first, second = all_ranks(digest([*model.parameters()]))
+    assert first == second
+    session.reset()
+    with refusal if cast else contextlib.nullcontext():
+        wrapped(batch(RANK))
+
+
 # --- what differs -----------------------------------------------------------------------------------------------------
 
 
