@@ -113,8 +113,8 @@ def of_optimizers(optimizers: Iterable[Any], meshes: Collection[Any] | None = No
         for group in getattr(optimizer, "param_groups", ()):
             members = [p for p in group["params"] if meshes is None or getattr(p, "device_mesh", None) in meshes]
             shapes += [f"{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}" for p in members]
-            options = {key: _plain(group[key]) for key in getattr(optimizer, "defaults", ()) if key in group}
-            shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            keys = [key for key in getattr(optimizer, "defaults", group) if key in group and key != "params"]
+            shown = ", ".join(f"{key}={_plain(group[key])!r}" for key in keys)
             found += [f"{type(optimizer).__name__}({shown}) of {len(members)} parameters"] * bool(members)
     return [
         Fact("optimizers and their options", found, _listed(found)),

@@ -173,6 +173,22 @@ def test_initialize_compares_the_ranks_of_a_mesh(case):
     session.reset()
 
 
+@on_ranks(2)
+def test_the_ranks_of_a_group_are_listed_once():
+    """torch makes a list of all ranks, which takes longer the more there are."""
+    group, listed, original = dist.new_group([0, 1]), [], dist.get_process_group_ranks
+    dist.get_process_group_ranks = lambda of: (listed.append(of), original(of))[1]
+    try:
+        session, model, optimizer = started(process_group=group)
+        for i in range(3):
+            step(session, model, optimizer, batch(RANK, i))
+            clip_grad_norm_(session.master_params(optimizer), 1.0, process_group=group)
+    finally:
+        dist.get_process_group_ranks = original
+    assert listed == [group]
+    session.reset()
+
+
 DIFFERENT = {
     "count": ("counts of clean steps", ["0", "3"]),
     "level": ("opt levels and options of amp.initialize and", ["O2", "O3"]),
