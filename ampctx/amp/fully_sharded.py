@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed
+from ampctx.amp.events import is_rank_zero, logger
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import install_io_casts, modules_in_fp32
@@ -71,7 +72,8 @@ def fully_shard(
         options: other arguments of torch's ``fully_shard``.
 
     Returns:
-        The model. Collectives and host syncs: those of torch's ``fully_shard``.
+        The model. Collectives and host syncs: those of torch's ``fully_shard``. A warning where torch drops a
+        ``grad_dtype`` of parameters.
 
     Raises:
         AmpTypeError, AmpValueError, AmpError: an invalid argument; an entry that matches no module; the model is
@@ -100,6 +102,13 @@ def fully_shard(
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
         stays = hand_over | kept.modules
+    lost = [name for name, p in model.named_parameters() if getattr(p, "grad_dtype", p.dtype) != p.dtype]
+    if lost and is_rank_zero():
+        logger.warning(
+            "fully_shard: torch shards parameters without their grad_dtype, so gradients of %s get the dtype of the "
+            "parameter. reduce_dtype sets the dtype in which ranks sum them.",
+            listed(lost),
+        )
     from torch.distributed import fsdp
 
     # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ampctx._collectives import check_process_group, is_distributed, maximum_ove
 from ampctx._errors import AmpError, AmpRankError, listed
 from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.step import OptimizerBinding
-from ampctx.kernels.sharding import is_sharded
+from ampctx.kernels.sharding import grids_of, is_sharded
 from ampctx.scaling.loss_scale import LossScale
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,8 +42,9 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
 
     Args:
         group: a ``torch.distributed.ProcessGroup``. None: the default group.
-        same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
-            where ranks hold different parts of a model. Values of DTensors are never compared.
+        same_parameters: compare options, optimizers with those of their param groups, and names, shapes, dtypes and
+            values of parameters, too. False where ranks hold different parts of a model. Values of DTensors are never
+            compared.
 
     Raises:
         AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
@@ -61,12 +63,24 @@ def check_ranks(session: Any, group: Any = None, *, same_parameters: bool = True
     scales = dict.fromkeys([*session.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
     facts = [*of_scales(list(scales)), of_level(session.policy)]
     facts += of_replicas(bindings, session.policy) if same_parameters else []
-    check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
+    check(facts, [torch.distributed.group.WORLD if group is None else group], "amp.check_ranks")
+
+
+def check_initialize(models: Any, optimizers: Any, facts: Sequence[Fact], policy: PrecisionPolicy, group: Any) -> None:
+    """Compares what the ranks of ``group``, and of each mesh of the models' DTensors, pass to ``amp.initialize``. Each
+    group is one all_reduce, in which every rank must take part. Host sync."""
+    if group is not None:
+        check(facts, [group], "amp.initialize")
+    modules, stepped = (given if isinstance(given, list) else [given] for given in (models, optimizers))
+    grids = grids_of(p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters())
+    for grid in dict.fromkeys(grids.values()):
+        meshes = {mesh for mesh, of_one in grids.items() if of_one is grid}
+        check([*facts, of_options(policy), *of_optimizers(stepped, meshes)], grid.groups, "amp.initialize")
 
 
 def check_scales(session: Any, group: Any, call: str) -> None:
     if group is not None:
-        check(of_scales(session.loss_scales), group, call)
+        check(of_scales(session.loss_scales), [group], call)
 
 
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
@@ -86,6 +100,37 @@ def of_level(policy: PrecisionPolicy) -> Fact:
     return Fact("opt levels", level, level)
 
 
+def of_options(policy: PrecisionPolicy) -> Fact:
+    options = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    options["ops_fp32"] = sorted(policy.ops_fp32)  # may come from a set, whose order differs between processes
+    return Fact("options of amp.initialize", sorted(options.items()), _listed(f"{k}={v}" for k, v in options.items()))
+
+
+def of_optimizers(optimizers: Iterable[Any], meshes: Collection[Any] | None = None) -> list[Fact]:
+    """Of all parameters that optimizers have, or of the DTensors on ``meshes``."""
+    found, shapes = list[str](), list[str]()
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            members = [p for p in group["params"] if meshes is None or getattr(p, "device_mesh", None) in meshes]
+            shapes += [f"{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}" for p in members]
+            keys = [key for key in getattr(optimizer, "defaults", group) if key in group and key != "params"]
+            shown = ", ".join(f"{key}={_plain(group[key])!r}" for key in keys)
+            found += [f"{type(optimizer).__name__}({shown}) of {len(members)} parameters"] * bool(members)
+    return [
+        Fact("optimizers and their options", found, _listed(found)),
+        Fact("shapes of parameters", shapes, _listed(shapes)),
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """An option as it is on every rank: without devices and addresses."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() == 1 else tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str, torch.dtype, NoneType)) else type(value).__name__
+
+
 def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:
     """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model."""
     for binding in bindings:
@@ -94,16 +139,12 @@ def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -
     names = [name for binding in bindings for name in binding.names()]
     params = [p for binding in bindings for p in binding.model_params()]
     stepped = [p for binding in bindings for p in binding.params()]
-    options = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    options["ops_fp32"] = sorted(policy.ops_fp32)  # may come from a set, whose order differs between processes
-    types = [type(binding.optimizer).__name__ for binding in bindings]
     kinds = [str(p.dtype) for p in params]
     values = Fact("values of parameters", _checksums(stepped), "")
     return [
-        Fact("options of amp.initialize", sorted(options.items()), _listed(f"{k}={v}" for k, v in options.items())),
-        Fact("optimizers", types, _listed(types)),
+        of_options(policy),
+        *of_optimizers(binding.optimizer for binding in bindings),
         Fact("names of parameters", names, f"{len(names)}: {_listed(names)}"),
-        Fact("shapes of parameters", [tuple(p.shape) for p in params], _listed(tuple(p.shape) for p in params)),
         Fact("dtypes of parameters", kinds, _listed(f"{kinds.count(kind)} of {kind}" for kind in sorted({*kinds}))),
         values._replace(shown=f"the checksum {values.digest():016x}"),
     ]
@@ -125,18 +166,20 @@ def _checksums(params: Iterable[Tensor]) -> list[int]:
     return [number for of_device in sums.values() for number in torch.stack(of_device).tolist()]
 
 
-def check(facts: Sequence[Fact], group: Any, call: str) -> None:
-    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync. Raises
-    AmpRankError on every rank, by what differs; or where another rank has left the call out."""
-    if group.size() == 1:
-        return
+def check(facts: Sequence[Fact], groups: Sequence[Any], call: str) -> None:
+    """Compares facts over groups in one all_reduce each. Every rank must take part, with as many facts. Host sync.
+    Raises AmpRankError on every rank, by what differs; or where another rank has left the call out."""
+    groups = [group for group in groups if group.size() > 1]
     digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64)
+    if not groups or type(digests) is not Tensor:  # FakeTensorMode has no numbers
+        return
     has = f"{facts[0].what}: {facts[0].shown}"
-    highest, lowest = maximum_over_ranks(torch.stack((digests, -digests)), [group], call, has).tolist()
+    highest, lowest = maximum_over_ranks(torch.stack((digests, -digests)), groups, call, has).tolist()
     if differ := [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]:
+        what = " and ".join(fact.what for fact in differ)
+        has = "; ".join(f"{fact.what}: {fact.shown}" for fact in differ)
         raise AmpRankError(
-            f"{call}: {' and '.join(fact.what for fact in differ)} differ between ranks. This is {ranks_of(group)}, "
-            f"and has {'; '.join(f'{fact.what}: {fact.shown}' for fact in differ)}. Initialize every rank alike, and "
-            "load the same checkpoint on every rank after DistributedDataParallel has wrapped the model. "
-            "See docs/errors.md#differ-between-ranks."
+            f"{call}: {what} differ between ranks. This is {' and '.join(map(ranks_of, groups))}, and has {has}. "
+            "Initialize every rank alike, and load the same checkpoint on every rank after DistributedDataParallel has "
+            "wrapped the model. See docs/errors.md#differ-between-ranks."
         )

@@ -153,7 +153,7 @@ class AmpSession:
         history: int = DEFAULT_LENGTH,
         skip_nonfinite: bool = False,
     ) -> Any:
-        """Prepares models and optimizers for mixed-precision training, in place. Host sync only with ``process_group``.
+        """Prepares models and optimizers for mixed precision, in place. Host sync only with process_group or DTensors.
 
         Example::
 
@@ -189,7 +189,7 @@ class AmpSession:
                 which compares levels and scales, is an all_reduce: every rank must take part, with the same
                 ``opt_level`` and ``num_losses``. If one is missing, the others raise AmpRankError after the group's
                 timeout and refuse to step; over NCCL, torch ends the process. None: each rank decides alone, enough
-                with DistributedDataParallel. Ranks of a DTensor mesh always agree.
+                with DistributedDataParallel. Ranks of a DTensor mesh always agree, and compare options in this call.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
@@ -208,7 +208,8 @@ class AmpSession:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
                 DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
                 a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
-            AmpRankError: ranks differ in levels or loss scales. After any of these errors nothing has changed.
+            AmpRankError: ranks differ in levels or loss scales; those of a mesh also in other options, these of param
+                groups included, and shapes. After any of these errors nothing has changed.
         """
         options = locals()
         if isinstance(enabled, str):
@@ -216,9 +217,8 @@ class AmpSession:
         if not enabled:
             policy = resolve("O0", enabled=False, cast_model_type=False)
             check_process_group(process_group)
-            if process_group is not None:
-                # The other ranks of the group compare theirs.
-                ranks.check([*ranks.of_scales([]), ranks.of_level(policy)], process_group, "amp.initialize")
+            facts = [*ranks.of_scales([]), ranks.of_level(policy)]
+            ranks.check_initialize(models, optimizers, facts, policy, process_group)  # as other ranks do
             self.policy, self.verbosity = policy, verbosity
             return models if optimizers is None else misuse.Initialized((models, optimizers))
         policy = resolve(opt_level, **{name: options[name] for name in OVERRIDES})
@@ -249,8 +249,8 @@ class AmpSession:
             scale.process_group = process_group
         limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
         length = check_count("history", history, 0)
-        if process_group is not None:
-            ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
+        facts = [*ranks.of_scales(scales), ranks.of_level(policy)]
+        ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
@@ -81,6 +83,26 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any])
             )
 
 
+def _refuse_forward(wrapper: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled():  # an evaluation needs no gradients of other ranks
+        raise AmpError(
+            f"{type(wrapper).__name__}: the model was wrapped before amp.initialize or amp.reset cast its weights, so "
+            "ranks would not average gradients. Wrap the model again. "
+            "See docs/errors.md#incoming-model-is-an-instance-of-torchnnparallel."
+        )
+
+
+def refuse_wrappers(cast: Iterable[weakref.ref[Tensor]]) -> None:
+    """Has each DistributedDataParallel of these parameters raise at its next forward. It has hooks on nodes of autograd
+    that a cast replaces, and no parameter, node or module names it."""
+    trained = {id(t) for ref in cast if (t := ref()) is not None and t.requires_grad}
+    objects = gc.get_objects() if trained and is_distributed() else []  # without a process group there is none
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    for wrapper in [o for o in objects if type(o) in kinds]:
+        if not trained.isdisjoint(map(id, wrapper.parameters())):
+            wrapper.register_forward_pre_hook(_refuse_forward)
+
+
 @torch.no_grad()
 def put_back(data: Mapping[Tensor, Tensor]) -> None:
     """Gives tensors the data that ``cast_models`` has returned. No host sync."""
@@ -106,6 +128,9 @@ def cast_models(
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
             undo.callback(restore)
             originals.update(data)
+            refs = [weakref.ref(t) for t in data]
+            undo.callback(refuse_wrappers, refs)
+            refuse_wrappers(refs)
             undo.callback(casting.install_state_dict_upcast(model, ShowMasters))
         takes = torch.float32 if policy.input_dtype is not None and model in kept.modules else policy.input_dtype
         outputs_last = model in sharded and sharded[model].casts_outputs

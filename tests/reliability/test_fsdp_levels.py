@@ -173,6 +173,17 @@ def test_other_levels_get_no_policy(mesh, level):
     assert same(Run(model, level).steps().end(), Run(of_all_kinds(), level).steps().end())
 
 
+def test_a_grad_dtype_that_torch_drops_is_told(mesh, caplog):
+    model = mlp()
+    model[2].weight.grad_dtype = torch.bfloat16
+    fully_shard(model, "O5", mesh=mesh)
+    assert model[2].weight.grad_dtype == torch.float32
+    assert "without their grad_dtype, so gradients of 2.weight get" in caplog.text
+    caplog.clear()
+    fully_shard(mlp(), "O5", mesh=mesh)
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
     given = policy(torch.bfloat16, reduce_dtype)

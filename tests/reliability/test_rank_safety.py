@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from digests import digest
 from kit import backward, mlp, scale_of
-from rank_processes import RANK, ROOT, all_ranks, environment, flat_mesh, on_ranks
+from rank_processes import RANK, ROOT, all_ranks, counted_all_reduce, environment, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,6 +67,31 @@ def refused(*texts):
         assert text in str(caught.value)
 
 
+# --- wrappers that average nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@on_ranks(2)
+def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(level):
+    """At the first forward of the wrapper; a new one of the same model averages, until ``reset`` casts back."""
+    refusal = pytest.raises(AmpError, match="DistributedDataParallel: the model was wrapped before amp.initialize")
+    model = mlp()
+    wrapped = DistributedDataParallel(nn.Sequential(model))  # around the model's parent
+    session, _, optimizer = started(level, model=model)
+    if cast := level in ("O2", "O3", "O5"):
+        with refusal:
+            wrapped(batch(RANK))
+        with torch.no_grad():
+            wrapped(batch(RANK))
+        wrapped = DistributedDataParallel(wrapped.module)
+    step(session, wrapped, optimizer, batch(RANK))
+    first, second = all_ranks(digest([*model.parameters()]))
+    assert first == second
+    session.reset()
+    with refusal if cast else contextlib.nullcontext():
+        wrapped(batch(RANK))
+
+
 # --- what differs -----------------------------------------------------------------------------------------------------
 
 
@@ -113,9 +139,60 @@ def test_initialize_compares_loss_scales_and_levels_before_it_changes_anything()
         started(enabled=RANK == 0, process_group=dist.group.WORLD)
 
 
+# By what rank 1 has otherwise: options of initialize and of the optimizer, and what each rank is told that it has.
+ON_A_MESH = {
+    "level": ({"opt_level": "O5"}, {}, "opt levels", ("O2", "O5")),
+    "static scale": ({"loss_scale": 64.0}, {}, "loss scales", ("128.0 (static)", "64.0 (static)")),
+    "dynamic": ({"loss_scale": "dynamic"}, {}, "loss scales", ("128.0 (static)", "65536.0")),
+    "skips": ({"skip_nonfinite": True}, {}, "loss scales", ("128.0 (static)", "128.0")),
+    "enabled": ({"enabled": False}, {}, "opt levels", ("O2", "enabled=False")),
+    "option": ({"cast_model_outputs": torch.float16}, {}, "options of amp.initialize", ("=None", "=torch.float16")),
+    "lr": ({}, {"lr": 0.1}, "optimizers and their options", ("AdamW(lr=0.01, betas", "AdamW(lr=0.1, betas")),
+    "betas": ({}, {"betas": (0.8, 0.99)}, "optimizers and their options", ("betas=(0.9, 0.999)", "betas=(0.8, 0.99)")),
+    "decay": ({}, {"weight_decay": 0.0}, "optimizers and their options", ("weight_decay=0.01", "weight_decay=0.0")),
+    "frozen": ({}, {}, "shapes of parameters", ("(6, 4), (6,), (2, 6)", "(6, 4) frozen, (6,)")),
+    "a tensor": ({}, {"lr": torch.tensor(0.01, dtype=torch.float64)}, None, None),
+}
+
+
+@pytest.mark.parametrize("case", ON_A_MESH)
+@on_ranks(2)
+def test_initialize_compares_the_ranks_of_a_mesh(case):
+    """Without ``process_group``, in one all_reduce, and before it changes anything."""
+    options, of_optimizer, what, has = ON_A_MESH[case]
+    model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh=flat_mesh())
+    model[0].weight.requires_grad_(not (RANK and case == "frozen"))
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **(of_optimizer if RANK else {})})
+    given = {"opt_level": "O2", "loss_scale": 128.0, "verbosity": 0, **(options if RANK else {})}
+    session = AmpSession()
+    refusal = refused(f"{what}", " differ between ranks", has[RANK]) if what else contextlib.nullcontext()
+    with counted_all_reduce() as sizes, refusal:
+        session.initialize(model, optimizer, **given)
+    assert len(sizes) == 1
+    assert (session.policy is None) == (what is not None)
+    session.reset()
+
+
+@on_ranks(2)
+def test_the_ranks_of_a_group_are_listed_once():
+    """torch makes a list of all ranks, which takes longer the more there are."""
+    group, listed, original = dist.new_group([0, 1]), [], dist.get_process_group_ranks
+    dist.get_process_group_ranks = lambda of: (listed.append(of), original(of))[1]
+    try:
+        session, model, optimizer = started(process_group=group)
+        for i in range(3):
+            step(session, model, optimizer, batch(RANK, i))
+            clip_grad_norm_(session.master_params(optimizer), 1.0, process_group=group)
+    finally:
+        dist.get_process_group_ranks = original
+    assert listed == [group]
+    session.reset()
+
+
 DIFFERENT = {
     "count": ("counts of clean steps", ["0", "3"]),
     "level": ("opt levels and options of amp.initialize and", ["O2", "O3"]),
+    "lr": ("optimizers and their options differ", ["SGD(lr=0.0625", "SGD(lr=0.125"]),
     "names": ("names of parameters", ["6: a.0.weight", "6: 0.weight"]),
     "shapes": ("shapes of parameters and values of parameters", ["(2, 4), (2,)", "(3, 4), (3,)"]),
     "master": ("values of parameters", ["the checksum", "the checksum"]),
@@ -141,6 +218,8 @@ def test_check_ranks_names_what_differs_and_what_this_rank_has(case):
         session.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": RANK}})
     elif RANK == 1 and case == "count":
         session.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
+    elif RANK == 1 and case == "lr":
+        optimizer.param_groups[0]["lr"] *= 2
     elif RANK == 1 and case == "master":
         next(session.master_params(optimizer)).detach().view(-1)[0].mul_(1 + 2**-20)
     given = {"same_parameters": False} if case == "parts" else {}
