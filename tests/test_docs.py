@@ -65,14 +65,15 @@ def test_a_block_that_crashes_is_seen(run_block):
     assert run_block("fine", "import torch; torch.ones(2)")[0] == 0
 
 
-def test_the_tutorial_prints_what_it_shows(run_block):
+@pytest.mark.parametrize(("page", "count"), [("tutorial", 4), ("guide/fsdp_zero", 2)])
+def test_a_page_of_diffs_prints_what_it_shows(run_block, page, count):
     """Its programs, as the diffs below them change them, print the lines of the text that follows."""
-    shown = programs((ROOT / "docs" / "tutorial.md").read_text())
+    shown = programs((ROOT / "docs" / f"{page}.md").read_text())
     for program, text in shown:
-        status, output = run_block("tutorial", program)
+        status, output = run_block(page, program)
         assert status == 0, output
         assert set(text.splitlines()) <= set(output.splitlines()), output
-    assert len(shown) == 4
+    assert len(shown) == count
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)

@@ -9,7 +9,7 @@ import measuring
 import pytest
 import report
 import suite
-from measuring import Row
+from measuring import ROOT, Row
 
 TAIL = "tail-cpu-tiny161-O2-FusedAdam/tail"
 
@@ -199,3 +199,18 @@ def test_the_picture_is_drawn_from_the_figures_at_hand(csv, tmp_path):
     report.main(["--csv", csv("f.csv", *rows), "--picture", str(tmp_path / "gains.png")])
     with image.open(tmp_path / "gains.png") as picture:
         assert picture.text["Description"] == "step after backward, small tensors: 2.0 0.5"
+
+
+@pytest.mark.parametrize(
+    ("row_of_readme", "name"),
+    [
+        ("[161 DTensors]", "tiny161-O1-FusedAdam-8-clip"),
+        ("1,000 DTensors", "tiny1000-O1-FusedAdam-8-clip"),
+        ("GPT-2 small", "gpt2-small-O2-FusedAdam-clip"),
+    ],
+)
+def test_the_readme_has_recorded_times(row_of_readme, name):
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if row_of_readme in line)
+    shown = line.removesuffix(" |").split(" | ")[-2:]
+    sides = (report.matching(report.load(), f"tail-cpu-{name}/tail/{side}/time") for side in ("ampctx", "torch-fused"))
+    assert shown == [f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for (ms,) in map(dict.values, sides)]

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from timm.optim import create_optimizer_v2
 from torch import nn
@@ -170,6 +171,20 @@ class TestLightning:
         assert [s["scale"] for s in model.scales] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
         assert all(not torch.equal(model.after[name], start[name]) for name in ("0.weight", "3.weight"))
         assert all(w.isfinite().all() for w in model.after.values())
+
+
+@on_levels
+def test_fabric_does_what_the_loop_does(level):
+    data = batches(6, overflow_at=2)
+    model = mlp().train()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    recipe("fabric")["train"](
+        fabric, model, sgd(model), data, lambda model, batch: loss_of(model(batch[0]), batch[1]), level, max_norm=0.05
+    )
+    assert scale() == FIRST_SCALE / 2
+    amp.reset()  # the masters, and not what they round to
+    assert_trained(weights(model), expected(level, data, max_norm=0.05), exact=False)
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------
