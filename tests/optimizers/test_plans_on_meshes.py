@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
+
 import torch
 from kit import params_of
 from optimizer_cases import BY_NAME, CHANGES, gradients, parameters
@@ -137,6 +140,31 @@ def test_each_write_is_told_to_autograd():
     replicas = sharded(placement=Replicate())
     step_on(LARC(FusedSGD(replicas, lr=0.1)), 0)  # adapts gradients
     assert all(p.grad._version > 0 for p in replicas)
+
+
+@on_ranks(2)
+def test_iterations_keep_no_objects():
+    for level in (None, "O1"):
+        params, session = sharded(), AmpSession()
+        optimizer = FusedAdam(params, lr=0.1, skip_nonfinite=level is None)
+        if level is not None:
+            session.initialize(nn.ParameterList(params), optimizer, opt_level=level, history=0, verbosity=0)
+        counts = []
+        for step in range(60):
+            grads = [spread(grad) for grad in gradients(params, step % 3)]
+            with session.scale_loss(torch.ones(()), optimizer) if level else nullcontext():
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+            clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 20 == 19:
+                del grads, grad, p
+                gc.collect()
+                counts.append(len(gc.get_objects()))
+        assert counts[2] <= counts[1], level
+        if level is not None:
+            session.reset()
 
 
 @on_ranks(2)
