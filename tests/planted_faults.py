@@ -153,12 +153,18 @@ FAULTS = [
     ),
     Fault(
         "a guard compares the norm after a clip", "ampctx/optimizers/_guard.py",
-        "before = norm if before is None else before.to(norm.device)", "before = norm",
+        "norm = torch.maximum(norm, before.to(norm))", "pass",
         "tests/optimizers/test_guards.py",
     ),
     Fault(
         "a guard asks no other rank", "ampctx/optimizers/_guard.py",
-        "norm_of(params, self._group, ", "norm_of(params, None, ",
+        "norm_of(params, self._group, call)", "norm_of(params, None, call)",
+        "tests/optimizers/test_guards.py",
+    ),
+    Fault(
+        "guards of ranks decide alone", "ampctx/optimizers/_guard.py",
+        'maximum_over_ranks(torch.stack((is_bad, skips)), groups, call, "whether it skips")',
+        "torch.stack((is_bad, skips))",
         "tests/optimizers/test_guards.py",
     ),
     Fault(

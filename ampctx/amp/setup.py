@@ -24,8 +24,10 @@ from ampctx.casts.model_watch import refuse_replaced
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
+from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 from ampctx.weights.store import EXTRAS, joined
@@ -65,7 +67,7 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any])
     if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
-        if getattr(optimizer, "_guard", None) is not None and isinstance(optimizer, (FusedOptimizer, SplitMasters)):
+        if any(isinstance(one, Guarded) and one._guard is not None for one in with_wrapped(optimizer)):
             raise AmpError(
                 f"optimizers[{i}] ({type(optimizer).__name__}) has skip_nonfinite or skip_norm_above, which are for "
                 "loops without amp. Leave them out, and pass amp.initialize(skip_nonfinite=True)."

@@ -126,10 +126,11 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
             without it; ``step`` waits for the device. None, the default, steps where the parameters are. Not with
             ``capturable``.
-        skip_nonfinite: skip steps whose gradients have inf or nan, or a norm beyond fp32, without amp and scalers.
-            Nothing is written then. One more read of the gradients, no host sync. Ranks of DTensors agree.
-        skip_norm_above: skip also steps whose gradients have a larger L2 norm, a number >= 0: that before
-            ``ampctx.clip_grad_norm_``, if it clipped them. None, the default: any norm.
+        skip_nonfinite: skip steps whose gradients have inf or nan, or a norm above 1.8e19 (its square leaves fp32),
+            without amp and scalers. Nothing is written then. One more read of the gradients, no host sync. Ranks of
+            DTensors agree, by one more all_reduce.
+        skip_norm_above: skip also steps whose gradients have a larger L2 norm, a number >= 0, now or before
+            ``ampctx.clip_grad_norm_`` clipped them: once, by an L2 norm, not compiled. None, the default: any norm.
         process_group: ranks with other parameters, such as stages of a pipeline, which add up their norms and skip
             together. Every rank must step, with or without gradients.
 
@@ -253,6 +254,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
+        if alone := [name for name in ("skip_nonfinite", "skip_norm_above", "process_group") if name in param_group]:
+            raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:

@@ -1,7 +1,7 @@
 """Guards: steps that are skipped for their gradients, in loops without amp and without a GradScaler.
 
-One number decides: the norm of all gradients, over the ranks of DTensors and of ``process_group``. Where an element is
-inf or nan, so is the norm. The device skips and counts, as after an overflow under amp.
+One number decides: the norm of all gradients, over the ranks of DTensors and of ``process_group``, or a larger one that
+``clip_grad_norm_`` has found before. Where an element is inf or nan, so is the norm. The device skips and counts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import check_process_group, is_distributed
+from ampctx._collectives import check_process_group, is_distributed, maximum_over_ranks
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels.foreach import join_flags
-from ampctx.kernels.tensor_loops import grad_of
+from ampctx.kernels.foreach import join_flags, move
+from ampctx.kernels.sharding import groups_of
+from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _options
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_of
-from ampctx.weights.clip import norm_before_clipping, norm_of
+from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_later, culprits_of
+from ampctx.weights.clip import norm_of
 
 logger = logging.getLogger("ampctx")
+# The attribute of gradients with the norm that a clip has found.
+_CLIPPED = "norm_before_clipping"
 # Of ``skip_nonfinite`` alone.
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -38,8 +41,12 @@ class Guard:
         self._kind, self._limit, self._group = kind, min(above, _LARGEST), process_group
         self._scale = LossScale(1.0, dynamic=False)
         self.record = StepRecord(None, 0, report=partial(_log, kind))
-        # Of the step that runs: the flags of an overflow and of a skip, and the norm.
-        self._now: tuple[Tensor, Tensor, Tensor] | None = None
+        # Of the step that runs: the flags of an overflow and of a skip, the norm, the first gradient with its version.
+        self._now: tuple[Tensor, Tensor, Tensor, Any] | None = None
+
+    @property
+    def has_limit(self) -> bool:
+        return self._limit < _LARGEST
 
     @outside_of_graphs
     def check(self, optimizer: Any, found_inf: Tensor | None = None) -> Tensor:
@@ -52,28 +59,39 @@ class Guard:
                 "scaler skips steps on inf and nan."
             )
         self.record.epoch += 1
+        grads = [grad for *_, grad in _options.with_grads(self._kind, optimizer.param_groups)]
         params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-        before = norm_before_clipping(map(grad_of, params))
-        norm = norm_of(params, self._group, f"{self._kind}.step()")
-        before = norm if before is None else before.to(norm.device)
+        call = f"{self._kind}.step()"
+        norm = norm_of(params, self._group, call)
+        norm = move(norm, params[0].device) if params else norm  # without gradients it is on the CPU
+        clipped = {id(n): n for grad in grads if (n := getattr(grad, _CLIPPED, None)) is not None}
+        for before in clipped.values():
+            norm = torch.maximum(norm, before.to(norm))  # nan stays
         is_bad = norm.isfinite().logical_not_().float()
         # Not "above": nan is above nothing.
-        skips = torch.maximum(is_bad, (before <= self._limit).logical_not_().float())
+        skips = torch.maximum(is_bad, (norm <= self._limit).logical_not_().float())
         if found_inf is not None:
             skips = join_flags([skips, found_inf.ne(0).float()], skips.device)
-        self._now = is_bad, skips, before
+        # Ranks may differ in what a clip has left, in plain parameters beside DTensors, and in flags.
+        if groups := [*groups_of(params), *([] if self._group is None else [self._group])]:
+            is_bad, skips = maximum_over_ranks(torch.stack((is_bad, skips)), groups, call, "whether it skips").unbind()
+        self._now = is_bad, skips, norm, (weakref.ref(grads[0]), version_of(grads[0])) if grads else None
         return skips
 
     @outside_of_graphs
     def concluded(self, optimizer: Any) -> None:
         """Records the step that ``check`` was called for. No host sync."""
         assert self._now is not None
-        (is_bad, skips, norm), self._now = self._now, None
+        (is_bad, skips, norm, first), self._now = self._now, None
+        for *_, grad in _options.with_grads(self._kind, optimizer.param_groups):
+            grad.__dict__.pop(_CLIPPED, None)
         stepped = weakref.ref(optimizer)
 
         def later(is_current: bool) -> Culprits | None:
-            optimizer = stepped() if is_current else None
-            return None if optimizer is None else culprits_of(optimizer)
+            if not is_bad.item():
+                return ()
+            is_there = first is not None and (grad := first[0]()) is not None and version_of(grad) == first[1]
+            return culprits_later(stepped, is_current and is_there)
 
         flags = {0: (self._scale, is_bad)}
         now = partial(culprits_of, optimizer)
@@ -117,8 +135,8 @@ class Guarded:
     @property
     def outcome(self) -> Any:
         """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``; None before it, and
-        without them. Its ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too
-        large, or a flag that other code has set. No host sync; reading an attribute of it may be one."""
+        without them. ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too
+        large, or, in fused optimizers, a flag that other code has set. No host sync; reading attributes is."""
         return None if self._guard is None else self._guard.record.outcome
 
     def skipped_steps(self) -> int:

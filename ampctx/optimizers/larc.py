@@ -19,6 +19,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
+from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import Group, check_flag, param_name, refuse_dtype, with_grads
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 from ampctx.weights.step import declares
@@ -42,7 +43,7 @@ class LARC:
 
     Raises:
         AmpTypeError: ``optimizer`` is no optimizer.
-        AmpError: it offloads.
+        AmpError: it offloads, or has ``skip_norm_above``.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
@@ -52,6 +53,11 @@ class LARC:
             raise AmpError(
                 f"LARC computes rates on the device from weights that {type(optimizer).__name__}(offload='cpu') keeps "
                 "on the host. Leave out offload."
+            )
+        if isinstance(optimizer, Guarded) and optimizer._guard is not None and optimizer._guard.has_limit:
+            raise AmpError(
+                f"LARC adapts gradients before {type(optimizer).__name__} could compare their norm with "
+                "skip_norm_above. Leave that out; skip_nonfinite works."
             )
         # Set around a step by a GradScaler, or by ampctx.amp.
         self.found_inf: Tensor

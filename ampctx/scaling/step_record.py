@@ -369,6 +369,9 @@ class StepRecord:
         # Counts on their way to the host.
         self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_copy": None, "_offered": None}  # events cannot be copied
+
     # --- before the step ----------------------------------------------------------------------------------------------
 
     def overflowed_at_limit(self, flags: Callable[[], Flags]) -> Overflowed:

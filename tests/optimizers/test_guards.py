@@ -81,7 +81,7 @@ def test_outcomes(caplog):
             assert [(each.name, each.inf, each.nan) for each in optimizer.outcome.culprits] == [("3.bias", 1, 0)]
     assert [each.reason for each in outcomes] == [None, "overflow", "found_inf", None]
     assert [each.overflowed for each in outcomes] == [(), (0,), (), ()]
-    assert [each.culprits for each in outcomes[2:]] == [None, ()]
+    assert [each.culprits for each in outcomes[2:]] == [(), ()]
     said = [message.partition(" so far")[0] for message in caplog.messages]
     assert said == [f"FusedAdam: {number} steps skipped" for number in ("1 of 2", "2 of 3")]
 
@@ -106,6 +106,43 @@ def test_the_norm_before_a_clip_counts(clip):
     # torch's leaves no word of it.
     assert optimizer.outcome.skipped == (clip is clip_grad_norm_)
     torch.testing.assert_close(optimizer.outcome.grad_norm, norm.item() if clip is clip_grad_norm_ else 1.0)
+
+
+def test_a_norm_before_a_clip_counts_once():
+    """For a second try of its step, and for no later one, whose gradients are in the same memory."""
+    optimizer = FusedSGD(parameters(), lr=0.1, skip_norm_above=100.0)
+    params = params_of(optimizer)
+    give(params, spoilt(params, 0, 1e4))
+    clip_grad_norm_(params, 1.0)
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "fast"
+    with pytest.raises(AmpTypeError, match="lr must be a number"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    assert optimizer.outcome.skipped
+    params[0].grad = None
+    for p, grad in zip(params[1:], gradients(params, 1)[1:], strict=True):
+        p.grad.copy_(grad)
+    optimizer.step()
+    assert optimizer.outcome.stepped
+    # One list after the other, and a clip of gradients that nobody steps.
+    give(params, spoilt(params, 2, 1e4))
+    clip_grad_norm_(params[:1], 1.0)
+    clip_grad_norm_(params[1:], 1.0)
+    optimizer.step()
+    assert optimizer.outcome.skipped
+
+
+def test_culprits_are_those_of_the_step():
+    optimizer = FusedSGD(parameters(), lr=0.1, skip_nonfinite=True)
+    params = params_of(optimizer)
+    for in_place in (True, False):
+        give(params, spoilt(params, 0, NAN))
+        optimizer.step()
+        outcome = optimizer.outcome
+        optimizer.zero_grad(not in_place)
+        assert outcome.skipped
+        assert outcome.culprits is None
 
 
 def test_a_flag_of_other_code_skips_too():
@@ -159,11 +196,19 @@ def test_wrong_arguments(make, options, kind, message):
         make(parameters(), **options)
 
 
+def test_groups_and_larc_refuse_them():
+    with pytest.raises(AmpTypeError, match="skip_nonfinite is an argument of FusedAdam, not of a param group"):
+        FusedAdam([{"params": parameters(), "skip_nonfinite": True}])
+    with pytest.raises(AmpError, match="LARC adapts gradients before FusedSGD could compare"):
+        LARC(FusedSGD(parameters(), lr=0.1, skip_norm_above=1.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LARC], ids=["", "LARC"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_amp_refuses_them(level):
+def test_amp_refuses_them(level, wrap):
     model = mlp()
-    optimizer = FusedAdam(model.parameters(), skip_norm_above=1.0)
-    with pytest.raises(AmpError, match=r"optimizers\[0\] \(FusedAdam\) has skip_nonfinite or skip_norm_above"):
+    optimizer = wrap(FusedAdam(model.parameters(), skip_nonfinite=True))
+    with pytest.raises(AmpError, match=r"optimizers\[0\] \(\w+\) has skip_nonfinite or skip_norm_above"):
         AmpSession().initialize(model, optimizer, opt_level=level)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -208,6 +253,28 @@ def test_ranks_of_dtensors_skip_together():
                 alone.step()
             assert all_ranks(optimizer.outcome.skipped) == [step == 1] * 2
             assert_same([p.full_tensor() for p in spread], params_of(alone))
+
+
+@on_ranks(2)
+def test_what_only_one_rank_knows_skips_on_all():
+    """A plain parameter beside a DTensor, a norm before a clip of this rank's parameters, a flag."""
+    mesh, group = flat_mesh(), torch.distributed.group.WORLD
+    for case in ("plain", "clip", "flag"):
+        plain = nn.Parameter(torch.ones(2))
+        spread = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = FusedSGD([plain, spread] if case != "clip" else [plain], lr=0.1, skip_norm_above=100.0,
+                             process_group=group if case == "clip" else None)  # fmt: skip
+        plain.grad = torch.ones(2)
+        spread.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        if RANK == 1:
+            plain.grad[0] = {"plain": NAN, "clip": 1e4, "flag": 1.0}[case]
+            if case == "flag":
+                optimizer.found_inf = torch.ones(())
+        if case == "clip":
+            clip_grad_norm_([plain], 1.0)
+        optimizer.step()
+        assert all_ranks(optimizer.outcome.skipped) == [True, True], case
+        assert_same([plain, spread.full_tensor()], [torch.ones(2), torch.ones(4)])
 
 
 @on_ranks(2)
