@@ -163,8 +163,7 @@ FAULTS = [
     ),
     Fault(
         "guards of ranks decide alone", "ampctx/optimizers/_guard.py",
-        'maximum_over_ranks(torch.stack((is_bad, skips)), groups, call, "whether it skips")',
-        "torch.stack((is_bad, skips))",
+        "raised_by_any_rank(torch.stack((is_bad, skips)), params, self._group, call)", "torch.stack((is_bad, skips))",
         "tests/optimizers/test_guards.py",
     ),
     Fault(

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import check_process_group, is_distributed, maximum_over_ranks
+from ampctx._collectives import check_process_group, is_distributed
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.foreach import join_flags, move
-from ampctx.kernels.sharding import groups_of
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _options
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_later, culprits_of
-from ampctx.weights.clip import norm_of
+from ampctx.weights.clip import norm_of, raised_by_any_rank
 
 logger = logging.getLogger("ampctx")
 # The attribute of gradients with the norm that a clip has found.
@@ -73,8 +72,7 @@ class Guard:
         if found_inf is not None:
             skips = join_flags([skips, found_inf.ne(0).float()], skips.device)
         # Ranks may differ in what a clip has left, in plain parameters beside DTensors, and in flags.
-        if groups := [*groups_of(params), *([] if self._group is None else [self._group])]:
-            is_bad, skips = maximum_over_ranks(torch.stack((is_bad, skips)), groups, call, "whether it skips").unbind()
+        is_bad, skips = raised_by_any_rank(torch.stack((is_bad, skips)), params, self._group, call).unbind()
         self._now = is_bad, skips, norm, (weakref.ref(grads[0]), version_of(grads[0])) if grads else None
         return skips
 

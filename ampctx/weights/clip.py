@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import all_reduce, check_process_group
+from ampctx._collectives import all_reduce, check_process_group, maximum_over_ranks
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
@@ -21,6 +21,7 @@ from ampctx.kernels.plan import PlannedCall, SpreadGrads, make_plan, spread_grad
 from ampctx.kernels.sharding import (
     Grid,
     any_sharded,
+    groups_of,
     layouts_of,
     local,
     may_arrive_as_sums,
@@ -215,6 +216,12 @@ def norm_of(params: list[Tensor], process_group: Any, call: str) -> Tensor:
     """The L2 norm of the gradients of parameters, over the ranks of DTensors and of a group. ``call``: for messages. No
     host sync."""
     return _over_group(_norm(params, any_sharded(params), call=call)[2], 2.0, process_group, call)
+
+
+def raised_by_any_rank(flags: Tensor, params: list[Tensor], process_group: Any, call: str) -> Tensor:
+    """Flags of this rank and of all ranks over which ``norm_of`` goes. No host sync."""
+    groups = [*groups_of(params), *([] if process_group is None else [process_group])]
+    return maximum_over_ranks(flags, groups, call, "whether it skips") if groups else flags
 
 
 def _norm(
