@@ -41,7 +41,7 @@ class Guard:
         self._scale = LossScale(1.0, dynamic=False)
         self.record = StepRecord(None, 0, report=partial(_log, kind))
         # Of the step that runs: the flags of an overflow and of a skip, the norm, the first gradient with its version.
-        self._now: tuple[Tensor, Tensor, Tensor, Any] | None = None
+        self._now: tuple[Tensor, Tensor, Tensor, list[Any]] | None = None
 
     @property
     def has_limit(self) -> bool:
@@ -73,7 +73,8 @@ class Guard:
             skips = join_flags([skips, found_inf.ne(0).float()], skips.device)
         # Ranks may differ in what a clip has left, in plain parameters beside DTensors, and in flags.
         is_bad, skips = raised_by_any_rank(torch.stack((is_bad, skips)), params, self._group, call).unbind()
-        self._now = is_bad, skips, norm, (weakref.ref(grads[0]), version_of(grads[0])) if grads else None
+        first = [(weakref.ref(grad), version_of(grad)) for grad in grads[:1] if not grad.is_inference()]
+        self._now = is_bad, skips, norm, first
         return skips
 
     @outside_of_graphs
@@ -88,7 +89,7 @@ class Guard:
         def later(is_current: bool) -> Culprits | None:
             if not is_bad.item():
                 return ()
-            is_there = first is not None and (grad := first[0]()) is not None and version_of(grad) == first[1]
+            is_there = any((grad := ref()) is not None and version_of(grad) == version for ref, version in first)
             return culprits_later(stepped, is_current and is_there)
 
         flags = {0: (self._scale, is_bad)}

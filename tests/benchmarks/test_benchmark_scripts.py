@@ -297,10 +297,9 @@ def test_the_command_of_a_report_runs_again(tmp_path, capsys):
 
 def test_resume_compares_a_killed_run_with_the_whole_one(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    resume.main(["--only", "torch AdamW bf16,ampctx FusedAdam bf16 split 8bit", "--steps", "6"])
-    found = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[4:]]
-    sides = "torch AdamW bf16", "ampctx FusedAdam bf16 split 8bit"
-    assert found == [[side, "bit for bit", "bit for bit"] for side in sides]
+    side = "ampctx FusedAdam bf16 split 8bit"
+    resume.main(["--only", side, "--steps", "6"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"| {side} | bit for bit | bit for bit |"
 
 
 def test_resume_says_how_far_states_are_apart():

@@ -93,7 +93,7 @@ CASES = [
 
 
 @with_plans
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(("level", "clip", "kind", "tensors", "launches"), CASES)
 def test_launches_of_an_iteration(emulated, level, clip, kind, tensors, launches):
     planned, plain = (run(emulated, plans, level, clip, kind, tensors) for plans in "10")
