@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -44,10 +45,12 @@ def test_commands_of_ampctx_apex_are_named(command, capsys):
     assert capsys.readouterr() == ("", expected)
 
 
-def test_public_names_exist():
-    for module in (ampctx, ampctx.amp):
-        for name in module.__all__:
-            assert hasattr(module, name), name
+def test_public_names_exist_and_are_listed():
+    assert all(hasattr(ampctx, name) for name in ampctx.__all__)
+    for module in (ampctx.amp, ampctx.optimizers):
+        names = {name for name, value in vars(module).items() if not name.startswith("_")}
+        assert names >= set(module.__all__)
+        assert {name for name in names if not isinstance(getattr(module, name), ModuleType)} == set(module.__all__)
 
 
 def test_the_report_fits_80_columns_and_a_reader_may_leave():
