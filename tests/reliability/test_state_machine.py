@@ -661,9 +661,9 @@ class Training(RuleBasedStateMachine):
     @rule(masters=st.booleans())
     def save(self, masters):
         """Changes nothing. Gradients are not in the state."""
-        masters |= any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales)
         for i in range(2):
             self.stepped_params(i)
+        masters |= any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales)
         states = {
             "model": self.model.state_dict(),
             "amp": self.session.state_dict(masters=masters),
