@@ -429,7 +429,9 @@ class Training(RuleBasedStateMachine):
             return
         self.forget_loaded()
         if when == "post":
+            checked = opt.checked
             self.end_step(i, self.update)
+            opt.checked = checked  # amp gives the flags back
             for p, grad in zip(self.members(i).values(), grads, strict=True):
                 p.grad = grad
         elif opt.window is None and self.left_bad(opt, [p.grad for p in self.members(i).values() if not p.has_master]):
