@@ -15,6 +15,10 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def is_rank_zero() -> bool:
+    return not is_distributed() or torch.distributed.get_rank() == 0
+
+
 def check_process_group(process_group: Any, name: str = "process_group") -> None:
     """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise, by
     the name of the argument."""

@@ -10,15 +10,14 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ampctx._collectives import is_distributed
+from ampctx._collectives import is_rank_zero
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, is_to_tell
 
 logger = logging.getLogger("ampctx")
 
@@ -75,10 +74,6 @@ def tell(listeners: list[Callable[..., None]], *facts: Any) -> None:
         listener(*facts)
 
 
-def is_rank_zero() -> bool:
-    return not is_distributed() or torch.distributed.get_rank() == 0
-
-
 class SkipLog:
     """Logs skipped steps and warnings, on rank 0. ``deferred``: scales that a later block updates."""
 
@@ -98,8 +93,7 @@ class SkipLog:
     ) -> None:
         """Logs skipped steps, and tells observers, when the host learns of them. ``before``, ``skipped``: the number of
         skips at the last report and now. ``losses``: those that overflowed, with the scale's value then."""
-        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
-        if skipped <= 8 or skipped.bit_length() != before.bit_length():
+        if is_to_tell(before, skipped):
             self._log(skipped, losses, culprits)
         for _, scale, value in losses if self._events.skipped else ():
             if scale.moves:

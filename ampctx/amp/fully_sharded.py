@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ampctx._collectives import is_rank_zero
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed
-from ampctx.amp.events import is_rank_zero, logger
+from ampctx.amp.events import logger
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import install_io_casts, modules_in_fp32

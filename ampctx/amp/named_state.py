@@ -25,13 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctx._collectives import check_process_group
+from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx._saved import entry, plain, typed
 from ampctx._version import __version__
 from ampctx.amp import ranks
 from ampctx.amp import state as amp_state
-from ampctx.amp.events import is_rank_zero
 from ampctx.amp.methods import CHECKPOINT_SAVER, called_by
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.state import FORMAT, Loader, State, check_format, checked

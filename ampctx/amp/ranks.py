@@ -115,7 +115,8 @@ def of_optimizers(optimizers: Iterable[Any], meshes: Collection[Any] | None = No
             shapes += [f"{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}" for p in members]
             keys = [key for key in getattr(optimizer, "defaults", group) if key in group and key != "params"]
             shown = ", ".join(f"{key}={_plain(group[key])!r}" for key in keys)
-            found += [f"{type(optimizer).__name__}({shown}) of {len(members)} parameters"] * bool(members)
+            if members:
+                found.append(f"{type(optimizer).__name__}({shown}) of {len(members)} parameters")
     return [
         Fact("optimizers and their options", found, _listed(found)),
         Fact("shapes of parameters", shapes, _listed(shapes)),

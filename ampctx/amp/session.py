@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ampctx._collectives import check_process_group
+from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, is_rank_zero, tell
+from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve
 from ampctx.amp.setup import finalizer, is_optimizer

@@ -34,7 +34,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.optimizers import _checkpoint, _options, _state_types, _work, layerwise
+from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._offload import Offload
@@ -184,8 +184,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
         self._plan: StepPlan | None = None
-        own = type(self).__name__, *(options[name] for name in ("skip_nonfinite", "skip_norm_above", "process_group"))
-        self._guard = guard_of(*own)
+        self._guard = guard_of(type(self).__name__, *(options[name] for name in _guard.OPTIONS))
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
         if self.write_back != "nearest" and self._master_dtypes:
@@ -254,7 +253,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
-        if alone := [name for name in ("skip_nonfinite", "skip_norm_above", "process_group") if name in param_group]:
+        if alone := [name for name in _guard.OPTIONS if name in param_group]:
             raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]

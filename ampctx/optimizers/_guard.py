@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import check_process_group, is_distributed
+from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.foreach import join_flags, move
-from ampctx.kernels.tensor_loops import version_of
+from ampctx.kernels.tensor_loops import grad_of, layout_of, version_of
 from ampctx.optimizers import _options
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_later, culprits_of
-from ampctx.weights.clip import norm_of, raised_by_any_rank
+from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_later, culprits_of, is_to_tell, params_of
+from ampctx.weights.clip import CLIPPED, norm_of, raised_by_any_rank
 
 logger = logging.getLogger("ampctx")
-# The attribute of gradients with the norm that a clip has found.
-_CLIPPED = "norm_before_clipping"
+# The arguments of optimizers.
+OPTIONS = ("skip_nonfinite", "skip_norm_above", "process_group")
 # Of ``skip_nonfinite`` alone.
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -40,8 +40,9 @@ class Guard:
         self._kind, self._limit, self._group = kind, min(above, _LARGEST), process_group
         self._scale = LossScale(1.0, dynamic=False)
         self.record = StepRecord(None, 0, report=partial(_log, kind))
-        # Of the step that runs: the flags of an overflow and of a skip, the norm, the first gradient with its version.
-        self._now: tuple[Tensor, Tensor, Tensor, list[Any]] | None = None
+        # Of the step that runs: the flags of an overflow and of a skip, the norm, the first gradient with its version,
+        # and whether a clip has left a norm.
+        self._now: tuple[Tensor, Tensor, Tensor, list[Any], bool] | None = None
 
     @property
     def has_limit(self) -> bool:
@@ -58,12 +59,14 @@ class Guard:
                 "scaler skips steps on inf and nan."
             )
         self.record.epoch += 1
-        grads = [grad for *_, grad in _options.with_grads(self._kind, optimizer.param_groups)]
-        params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        params = params_of(optimizer)
+        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        if not set(map(layout_of, grads)) <= {torch.strided}:
+            list(_options.with_grads(self._kind, optimizer.param_groups))  # which refuses sparse ones by name
         call = f"{self._kind}.step()"
         norm = norm_of(params, self._group, call)
         norm = move(norm, params[0].device) if params else norm  # without gradients it is on the CPU
-        clipped = {id(n): n for grad in grads if (n := getattr(grad, _CLIPPED, None)) is not None}
+        clipped = {id(n): n for grad in grads if (n := getattr(grad, CLIPPED, None)) is not None}
         for before in clipped.values():
             norm = torch.maximum(norm, before.to(norm))  # nan stays
         is_bad = norm.isfinite().logical_not_().float()
@@ -74,16 +77,17 @@ class Guard:
         # Ranks may differ in what a clip has left, in plain parameters beside DTensors, and in flags.
         is_bad, skips = raised_by_any_rank(torch.stack((is_bad, skips)), params, self._group, call).unbind()
         first = [(weakref.ref(grad), version_of(grad)) for grad in grads[:1] if not grad.is_inference()]
-        self._now = is_bad, skips, norm, first
+        self._now = is_bad, skips, norm, first, bool(clipped)
         return skips
 
     @outside_of_graphs
     def concluded(self, optimizer: Any) -> None:
         """Records the step that ``check`` was called for. No host sync."""
         assert self._now is not None
-        (is_bad, skips, norm, first), self._now = self._now, None
-        for *_, grad in _options.with_grads(self._kind, optimizer.param_groups):
-            grad.__dict__.pop(_CLIPPED, None)
+        (is_bad, skips, norm, first, was_clipped), self._now = self._now, None
+        for grad in map(grad_of, params_of(optimizer)) if was_clipped else ():
+            if grad is not None:
+                vars(grad).pop(CLIPPED, None)
         stepped = weakref.ref(optimizer)
 
         def later(is_current: bool) -> Culprits | None:
@@ -116,9 +120,8 @@ def guard_of(kind: str, skip_nonfinite: Any, skip_norm_above: Any, process_group
 
 
 def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, steps: int) -> None:
-    """Logs skipped steps when the host learns of them: the first eight, then powers of two. On rank 0."""
-    is_first = not is_distributed() or torch.distributed.get_rank() == 0
-    if is_first and (skipped <= 8 or skipped.bit_length() != before.bit_length()):
+    """Logs skipped steps when the host learns of them. On rank 0."""
+    if is_rank_zero() and is_to_tell(before, skipped):
         logger.warning(
             "%s: %d of %d steps skipped so far, for inf, nan or a large norm of gradients: see optimizer.outcome and "
             "docs/guide/skip_bad_steps.md.",

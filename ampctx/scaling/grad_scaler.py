@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome, params_of
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
@@ -44,12 +43,6 @@ _OUT_OF_ORDER = {
     ("unscale_", OptState.STEPPED): "unscale_() is being called after step(). Call it before, after the last backward.",
     ("step", OptState.STEPPED): f"step() has already been called since the last update(). Call update() first. {_SEE}",
 }
-
-
-def _params(optimizer: Any) -> list[Any]:
-    found = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    # Our optimizers step a parameter once even if a group has it twice. Its gradient must be unscaled once.
-    return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
 
 def _with_gradient(optimizer: Any) -> list[tuple[str, Any]]:
@@ -204,7 +197,7 @@ class GradScaler(torch.amp.GradScaler):
         state = states[key]
         if error := _OUT_OF_ORDER.get((call, state["stage"])):
             raise AmpError(error)
-        if "unscaled" in state and not state["unscaled"].issuperset(map(id, _params(optimizer))):
+        if "unscaled" in state and not state["unscaled"].issuperset(map(id, params_of(optimizer))):
             for where in (where for where, p in _with_gradient(optimizer) if id(p) not in state["unscaled"]):
                 raise AmpError(
                     f"{where} joined the optimizer after unscale_(). Its gradient is still scaled. Add parameters "
@@ -223,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
         from ``found_inf``. No host sync. Frameworks override this method: its arguments and their order must stay."""
-        parameters = _params(optimizer)
+        parameters = params_of(optimizer)
         grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             where, p = next(found for found in _with_gradient(optimizer) if found[1].grad.dtype == torch.float16)
@@ -251,7 +244,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._check(optimizer)
 
     def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
-        scale, params, state = self._scale, _params(optimizer), self._per_optimizer_states[id(optimizer)]
+        scale, params, state = self._scale, params_of(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if is_distributed():
@@ -323,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
                     type(optimizer).__name__,
                 )
             state["stage"] = OptState.STEPPED
-            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, _params(optimizer))))
+            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params_of(optimizer))))
             if losses is not None:
                 steps.decided(optimizer, losses, known, step_record.culprits_of(optimizer) if losses else ())
             else:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,10 +91,15 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
     )
 
 
+def params_of(optimizer: Any) -> list[Any]:
+    """The parameters of all groups. Our optimizers step one once even if a group has it twice."""
+    found = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
+
+
 def culprits_of(optimizer: Any) -> Culprits:
     """``culprits_among`` all gradients of an optimizer without amp."""
-    params = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    grads = ((p, p.grad) for p in params if p.grad is not None)
+    grads = ((p, p.grad) for p in params_of(optimizer) if p.grad is not None)
     return culprits_among(grads, lambda: ParameterNames().of(optimizer))
 
 
@@ -314,6 +320,12 @@ Overflowed = list[tuple[int, LossScale]]
 def host_may_read() -> bool:
     """Whether the host may read the device. Not while a CUDA graph is captured."""
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def is_to_tell(before: int, skipped: int) -> bool:
+    """Whether skips are logged: the first eight, then powers of two, so that a run that overflows forever does not fill
+    the log."""
+    return skipped <= 8 or skipped.bit_length() != before.bit_length()
 
 
 def overflowed(flags: Flags) -> Overflowed:

@@ -33,6 +33,9 @@ from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of,
 from ampctx.weights import masters, waiting
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
+# The attribute of gradients with the norm that a clip has found.
+CLIPPED = "norm_before_clipping"
+
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
     """The tensor with the values of ``parameter.grad``, for reading and writing; None without a gradient.
@@ -105,7 +108,7 @@ def norm_before_clipping(grads: Iterable[Tensor | None]) -> Tensor | None:
     No host sync."""
     for grad in grads:
         if grad is not None and grad.layout == torch.strided and grad.numel() > 0:
-            return grad.__dict__.pop("norm_before_clipping", None)
+            return grad.__dict__.pop(CLIPPED, None)
     return None
 
 
@@ -194,7 +197,8 @@ def _clip(
     grads: list[Tensor] = []
     if touched or not pending:
         given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
-        norms += [norm] if grads or are_sharded or not pending else []
+        if grads or are_sharded or not pending:
+            norms.append(norm)
     norm = _over_group(joined_norm(norms), order, process_group)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
@@ -206,7 +210,7 @@ def _clip(
     if are_sharded:
         wrote(given)
     if not in_graph:
-        set_each(given, "norm_before_clipping", norm)
+        set_each(given, CLIPPED, norm)
     for each in pending:
         each.clip(norm, max_norm)
     return norm
@@ -264,7 +268,7 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
     norm, each, flag = (torch.empty(size, device=grads[0].device) for size in ((), 0, ()))
     if plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False) is None:
         return None
-    set_each(grads, "norm_before_clipping", norm)
+    set_each(grads, CLIPPED, norm)
     return norm
 
 
