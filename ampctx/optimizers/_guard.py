@@ -20,8 +20,9 @@ from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.foreach import join_flags, move
 from ampctx.kernels.tensor_loops import grad_of, layout_of, version_of
 from ampctx.optimizers import _options
+from ampctx.scaling import step_record
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import Culprits, Known, StepRecord, culprits_later, culprits_of, is_to_tell, params_of
+from ampctx.scaling.step_record import Culprits, StepOutcome, StepRecord
 from ampctx.weights.clip import CLIPPED, norm_of, raised_by_any_rank
 
 logger = logging.getLogger("ampctx")
@@ -59,7 +60,7 @@ class Guard:
                 "scaler skips steps on inf and nan."
             )
         self.record.epoch += 1
-        params = params_of(optimizer)
+        params = step_record.params_of(optimizer)
         grads = [grad for grad in map(grad_of, params) if grad is not None]
         if not set(map(layout_of, grads)) <= {torch.strided}:
             list(_options.with_grads(self._kind, optimizer.param_groups))  # which refuses sparse ones by name
@@ -85,7 +86,7 @@ class Guard:
         """Records the step that ``check`` was called for. No host sync."""
         assert self._now is not None
         (is_bad, skips, norm, first, was_clipped), self._now = self._now, None
-        for grad in map(grad_of, params_of(optimizer)) if was_clipped else ():
+        for grad in map(grad_of, step_record.params_of(optimizer)) if was_clipped else ():
             if grad is not None:
                 vars(grad).pop(CLIPPED, None)
         stepped = weakref.ref(optimizer)
@@ -94,11 +95,11 @@ class Guard:
             if not is_bad.item():
                 return ()
             is_there = any((grad := ref()) is not None and version_of(grad) == version for ref, version in first)
-            return culprits_later(stepped, is_current and is_there)
+            return step_record.culprits_later(stepped, is_current and is_there)
 
         flags = {0: (self._scale, is_bad)}
-        now = partial(culprits_of, optimizer)
-        outcome = self.record.left_to_device(flags, Known({}, norm), skips, now, later, external=True)
+        now = partial(step_record.culprits_of, optimizer)
+        outcome = self.record.left_to_device(flags, step_record.Known({}, norm), skips, now, later, external=True)
         self.record.conclude(optimizer, outcome)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def guard_of(kind: str, skip_nonfinite: Any, skip_norm_above: Any, process_group
 
 def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, steps: int) -> None:
     """Logs skipped steps when the host learns of them. On rank 0."""
-    if is_rank_zero() and is_to_tell(before, skipped):
+    if is_rank_zero() and step_record.is_to_tell(before, skipped):
         logger.warning(
             "%s: %d of %d steps skipped so far, for inf, nan or a large norm of gradients: see optimizer.outcome and "
             "docs/guide/skip_bad_steps.md.",
@@ -135,7 +136,7 @@ class Guarded:
     _guard: Guard | None = None
 
     @property
-    def outcome(self) -> Any:
+    def outcome(self) -> StepOutcome | None:
         """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``; None before it, and
         without them. ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too
         large, or, in fused optimizers, a flag that other code has set. No host sync; reading attributes is."""
