@@ -8,9 +8,10 @@
     sanitize   the exercise under the tools of compute-sanitizer
     bench      the commands of `make bench`, tails first
 
+Exercise, tests and sanitize run at the same time, the others alone.
 The report, build/gpu-check.json, is written before and after each part, so that it keeps what was done, whatever ends
-the run; build/gpu-check.log has all output. With the same commit, torch and GPU a later run adds its parts to the
-report: run what is left with --only.
+the run; build/gpu-check.log has the output of each command once it has ended. With the same commit, torch and GPU a
+later run adds its parts to the report: run what is left with --only.
 Without --out, a copy goes to benchmarks/results. Exit codes: 0 all parts of the report are "ok"; 1 one is not, and the
 last line names it; 2 a bad argument; 3 torch finds no GPU.
 """
@@ -27,8 +28,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +41,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # a checkout need not be installed
 REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
-# Shares of the time that is left: what one part leaves, later ones have.
-PARTS = {"build": 200, "exercise": 40, "tests": 140, "sanitize": 100, "bench": 60}
+PARTS = ("build", "exercise", "tests", "sanitize", "bench")
+TOGETHER = PARTS[1:4]
+FOR_BENCH = 0.4  # of the time that is left after the build
 FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
 GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"
 # After one of these, every CUDA call of the process fails.
 LOST = ("CUDA error", "illegal memory access", "unspecified launch failure")
+CHILDREN: set[int] = set()  # process groups that run
 RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 
 
@@ -87,6 +94,18 @@ def facts() -> dict[str, Any]:
     return found
 
 
+def kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def end_all(number: int, frame: Any) -> None:
+    """At once: threads that wait for a process hold up an orderly exit. The report is on the disk."""
+    for child in list(CHILDREN):
+        kill(child)
+    os._exit(128 + number)
+
+
 class Check:
     """``report`` is the JSON, ``parts`` its parts by name, such as "tests-ops"."""
 
@@ -97,24 +116,25 @@ class Check:
         if all(before["facts"].get(key, "") == facts[key] for key in ("commit", "changed", "torch", "gpu")):
             self.report["parts"] = before["parts"]
         self.parts: dict[str, dict[str, Any]] = self.report["parts"]
+        self.lock = threading.Lock()  # of the report and the log
 
-    def write(self) -> None:
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(self.report, indent=1) + "\n")
-        new.replace(self.file)
+    def write(self, **parts: dict[str, Any]) -> None:
+        with self.lock:
+            self.parts.update(parts)
+            new = self.file.with_suffix(".new")
+            new.write_text(json.dumps(self.report, indent=1) + "\n")
+            new.replace(self.file)
 
     def part(self, name: str, limit: float, run: Callable[[float], dict[str, Any]]) -> bool:
         """Runs a part for as many seconds at the most, within the budget; what it raises is a failure of its own."""
         limit = min(limit, self.end - time.monotonic())
-        self.parts[name] = {"status": RUNNING}
-        self.write()
+        self.write(**{name: {"status": RUNNING}})
         start, found = time.monotonic(), {"status": NOT_STARTED, "reason": "no time is left"}
         try:
             found = run(limit) if limit >= 1 else found
         except Exception as error:
             found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
-        self.parts[name] = {**found, "seconds": round(time.monotonic() - start, 1)}
-        self.write()
+        self.write(**{name: {**found, "seconds": round(time.monotonic() - start, 1)}})
         shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
         lines = found.get("last_lines", []) if found["status"] != OK else []
         print(f"{name}: {shown}", *lines, sep="\n    ", flush=True)
@@ -122,22 +142,25 @@ class Check:
 
     def child(self, limit: float, *command: str, **env: str) -> tuple[dict[str, Any], str]:
         """How a command in the checkout ended, and what it printed. Nothing that it started is left running."""
-        log, mine = self.file.with_suffix(".log"), {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        env = {**os.environ, **mine, "AMPCTX_REQUIRE_EXTENSION": "cuda", **env}
-        with log.open("ab") as out:
-            start = out.tell()
+        mine = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "AMPCTX_REQUIRE_EXTENSION": "cuda"}
+        env = {**os.environ, **mine, **env}
+        with tempfile.TemporaryFile() as out:
             child = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
+            CHILDREN.add(child.pid)
             try:
                 code = child.wait(max(1.0, limit))
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                kill(child.pid)
                 child.wait()
-        text = log.read_bytes()[start:].decode(errors="replace")
+                CHILDREN.discard(child.pid)
+                out.seek(0)
+                text = out.read().decode(errors="replace")
+                with self.lock, self.file.with_suffix(".log").open("a") as log:
+                    log.write(text)
         status = TIMED_OUT if code is None else FAILED if code else OK
         lines = [line[-300:].replace(str(ROOT), ".") for line in text.strip().splitlines()[-12:]]
         shown = " ".join(command).replace(sys.executable, "python").replace(str(ROOT), ".")
@@ -153,18 +176,14 @@ class Check:
     def exercise(self) -> None:
         self.part("exercise", self.share, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
 
-    def tests(self) -> None:
-        end = time.monotonic() + self.share
-        for name in FOLDERS:
-            self.part(
-                f"tests-{name}", end - time.monotonic(), lambda limit, name=name: self.pytest(f"tests/{name}", limit)
-            )
+    def tests(self, folder: str) -> None:
+        self.part(f"tests-{folder}", self.share, lambda limit: self.pytest(f"tests/{folder}", limit))
 
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
         """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
         loses its CUDA context costs the test it was in: the others run in a new one."""
         end, results = time.monotonic() + limit, dict[str, str]()
-        without = self.file.with_suffix(".args")
+        without = self.file.with_name(f"{folder.replace('/', '-')}.args")
         while True:
             without.write_text("\n".join(["-v", folder, *(f"--deselect={name}" for name in results)]))
             command = ("-m", "pytest", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20")
@@ -186,17 +205,22 @@ class Check:
             done["status"] = FAILED if bad or not results else OK
         return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
 
-    def sanitize(self) -> None:
-        end = time.monotonic() + self.share
-        for i, tool in enumerate(TOOLS):
-            words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-            if tool != "initcheck":  # which has to see who writes the memory that the kernels read
-                words += ["--kernel-name", "kns=ampctx"]
-            # Without the caching allocator, which would hide accesses beyond a tensor within its blocks.
-            env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-            words += [sys.executable, EXERCISE, "--tensors", "7,300" if tool == "memcheck" else "300"]
-            limit = (end - time.monotonic()) / (len(TOOLS) - i)
-            self.part(f"sanitize-{tool}", limit, lambda left, words=words, env=env: self.child(left, *words, **env)[0])
+    def sanitize(self, tool: str) -> None:
+        words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        if tool != "initcheck":  # which has to see who writes the memory that the kernels read
+            words += ["--kernel-name", "kns=ampctx"]
+        # Without the caching allocator, which would hide accesses beyond a tensor within its blocks.
+        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+        words += [sys.executable, EXERCISE, "--tensors", "7,300" if tool == "memcheck" else "300"]
+        self.part(f"sanitize-{tool}", self.share, lambda limit: self.child(limit, *words, **env)[0])
+
+    def together(self, names: list[str]) -> None:
+        """Each in a thread, which waits for its process: a test takes the host more time than the GPU."""
+        calls: list[Callable[[], None]] = [self.exercise] if "exercise" in names else []
+        calls += [partial(self.tests, folder) for folder in FOLDERS if "tests" in names]
+        calls += [partial(self.sanitize, tool) for tool in TOOLS if "sanitize" in names]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            list(pool.map(lambda call: call(), calls))
 
     def bench(self) -> None:
         import measuring
@@ -209,9 +233,8 @@ class Check:
             done, _ = self.child(limit, sys.executable, *entry.command(figures, 11))
             return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
 
-        end = time.monotonic() + self.share
         for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
-            self.part(f"bench-{entry.name}", end - time.monotonic(), lambda left, entry=entry: run(entry, left))
+            self.part(f"bench-{entry.name}", self.share, partial(run, entry))
         figures.unlink(missing_ok=True)
 
 
@@ -221,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
-    if unknown := set(args.only.split(",")) - PARTS.keys():
+    if unknown := set(args.only.split(",")).difference(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
@@ -232,10 +255,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu-check: nothing has run: torch {found['torch']} finds no CUDA device")
         return 3
     names = args.only.split(",")
-    for i, name in enumerate(names):
-        check.share = (check.end - time.monotonic()) * PARTS[name] / sum(PARTS[later] for later in names[i:])
-        if check.parts.get("build", {"status": OK})["status"] == OK or name == "build":
-            getattr(check, name)()
+    if "build" in names:
+        check.build()
+    if check.parts.get("build", {"status": OK})["status"] == OK:
+        together = [name for name in names if name in TOGETHER]
+        if together:
+            check.share = (check.end - time.monotonic()) * (1 - FOR_BENCH if "bench" in names else 1)
+            check.together(together)
+        if "bench" in names:
+            check.share = args.budget
+            check.bench()
     if args.out == REPORT:
         name = re.sub(r"[^a-z0-9]+", "-", found["gpu"].lower()).strip("-")
         shutil.copy(REPORT, ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json")
@@ -245,5 +274,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the child, too
+    for ends in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ends, end_all)
     sys.exit(main())

@@ -167,7 +167,7 @@ def main() -> int:
     if use_cuda:
         torch.cuda.set_device(device)
     if args.engine != "none":
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
 
     images, labels, test_images, test_labels = load_digits(device)
     model, about = train(args, device, images, labels)

@@ -262,7 +262,7 @@ def main() -> int:
     if use_cuda:
         torch.cuda.set_device(device)
     if DISTRIBUTED:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
 
     images, labels, test_images, test_labels = load_digits(device)
     data = list(batches(args, images, labels))

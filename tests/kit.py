@@ -15,7 +15,8 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Container, Iterable
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -294,6 +295,18 @@ def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     return len(found) == len(expected) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
     )
+
+
+@contextlib.contextmanager
+def no_host_sync() -> Iterator[None]:
+    """An error at what makes the host wait for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def in_thread(fn: Callable[[], Any], name: str = "other") -> Any:

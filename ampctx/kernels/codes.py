@@ -60,12 +60,17 @@ def encode(values: Tensor, dtype: torch.dtype, h: Tensor | float = 0.5) -> tuple
     return q.to(dtype), scales
 
 
+def _over(x: Tensor, number: float) -> Tensor:
+    """``x / number``, rounded once: of a number, torch takes the reciprocal first on a GPU."""
+    return x / x.new_full((), number)
+
+
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The fp32 values of 1-d ``codes`` in memory order."""
     s = scales.reshape(-1).repeat_interleave(BLOCK)[: codes.numel()]
     if codes.dtype == torch.int8:
-        y = codes.float() / 127.0
+        y = _over(codes.float(), 127.0)
         return y / (2.0 - y.abs()) * s
-    y = codes.float() / 255.0
+    y = _over(codes.float(), 255.0)
     r = (y * y) * s
     return r * r

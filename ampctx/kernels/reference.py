@@ -57,9 +57,12 @@ def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
 
 
 def scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A one-element tensor as a 0-d one of ``dtype`` on the device of ``like``."""
+    """A one-element tensor as a 0-d one of ``dtype`` on the device of ``like``. No host sync."""
     # Cast before moving: numbers are fp64 on the CPU, and the device may not support fp64.
-    return value.reshape(()).to(dtype).to(like.device)
+    value = value.reshape(()).to(dtype)
+    if value.device == like.device or value.device.type != "cpu" or torch.compiler.is_compiling():
+        return value.to(like.device)
+    return torch.full((), value.item(), dtype=dtype, device=like.device)  # a copy would wait for the device
 
 
 def overwrite(t: Tensor, new: Tensor) -> None:

@@ -5,11 +5,11 @@ import json
 import subprocess
 
 import pytest
-from ampctx_apex.cli import main
-from ampctx_apex.migrate import cli, rewrite
 from processes import python
 
 pytest.importorskip("libcst")
+from ampctx_apex.cli import main
+from ampctx_apex.migrate import cli, rewrite
 
 BEFORE, AFTER = b"from apex import amp\namp.initialize(m)\n", b"from ampctx import amp\namp.initialize(m)\n"
 MANUAL = b"from apex.contrib.fmha import Thing\nThing()\n"

@@ -137,9 +137,11 @@ LEVELS_OF = {
     "sharded": ("O1", "O2", "O5") if KIND == "cpu" or BACKEND == "nccl" else (),
 }
 
+own = {}
 if KIND == "cuda":
     torch.cuda.set_device(DEVICE)
-dist.init_process_group(BACKEND, init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
+    own = {"device_id": DEVICE} if BACKEND == "nccl" else {}  # or torch warns at a barrier
+dist.init_process_group(BACKEND, init_method=f"file://{FILE}", rank=RANK, world_size=RANKS, **own)
 results = {}
 for scenario, run in SCENARIOS.items():
     for level in LEVELS_OF.get(scenario, ("O0", "O1", "O2", "O5")):

@@ -11,6 +11,7 @@ from backends import (
     combination_id,
     combinations,
     compute_dtype,
+    on_cpu,
     serves_or_refuses,
     short,
     with_threads,
@@ -21,11 +22,11 @@ from ampctx import ops
 
 def scaled(src, dtype, factor):
     compute = compute_dtype(src.dtype, dtype)
-    return (src.to(compute) * torch.tensor(factor, dtype=compute, device=src.device)).to(dtype)
+    return (src.to(compute) * torch.tensor(factor, dtype=compute)).to(dtype)
 
 
 def assert_scaled(dst, src, factor):
-    for i, (s, d) in enumerate(zip(src, dst, strict=True)):
+    for i, (s, d) in enumerate(zip(on_cpu(src), on_cpu(dst), strict=True)):
         assert torch.equal(d, scaled(s, d.dtype, factor)), f"tensor {i}"
 
 
