@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,7 @@ sys.path.append(str(ROOT))  # a checkout need not be installed
 REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
 PARTS = ("build", "exercise", "tests", "sanitize", "bench")
-TOGETHER = PARTS[1:4]
-FOR_BENCH = 0.4  # of the time that is left after the build
+FOR_BENCH = 0.3  # of the time that is left after the build
 FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
@@ -69,7 +68,7 @@ def cuda_tool(name: str) -> str:
     return next(filter(None, map(shutil.which, [f"{home}/bin/{name}", name, f"/usr/local/cuda/bin/{name}"])), name)
 
 
-def facts() -> dict[str, Any]:
+def facts(commit: str | None = None) -> dict[str, Any]:
     import torch
 
     fields, changing = GPU_FIELDS.split(), ("ampctx", "csrc", "tests", "benchmarks/*.py", "setup.py")
@@ -77,7 +76,7 @@ def facts() -> dict[str, Any]:
     versions = {tool: output_of(cuda_tool(tool), "--version") for tool in ("nvcc", "compute-sanitizer")}
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": output_of("git", "rev-parse", "HEAD"),
+        "commit": output_of("git", "rev-parse", "HEAD") or commit,
         "changed": output_of("git", "status", "--porcelain", "--", *changing),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -104,6 +103,18 @@ def end_all(number: int, frame: Any) -> None:
     for child in list(CHILDREN):
         kill(child)
     os._exit(128 + number)
+
+
+def parts() -> list[str]:
+    import suite
+
+    found = ["build", "exercise", *(f"tests-{folder}" for folder in FOLDERS), *(f"sanitize-{tool}" for tool in TOOLS)]
+    return found + [f"bench-{entry.name}" for entry in suite.entries("cuda")]
+
+
+def is_of(name: str, parts: Iterable[str]) -> bool:
+    """Whether a part is among these, or belongs to one: "tests-ops" to "tests"."""
+    return any(name == part or name.startswith(f"{part}-") for part in parts)
 
 
 class Check:
@@ -209,20 +220,20 @@ class Check:
         words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
         if tool != "initcheck":  # which has to see who writes the memory that the kernels read
             words += ["--kernel-name", "kns=ampctx"]
-        # Without the caching allocator, which would hide accesses beyond a tensor within its blocks.
+        # Few tensors, which lie in memory of their own, without the caching allocator: it knows the end of each.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-        words += [sys.executable, EXERCISE, "--tensors", "7,300" if tool == "memcheck" else "300"]
+        words += [sys.executable, EXERCISE, "--tensors", "7" if tool == "memcheck" else "300"]
         self.part(f"sanitize-{tool}", self.share, lambda limit: self.child(limit, *words, **env)[0])
 
-    def together(self, names: list[str]) -> None:
+    def together(self, only: list[str]) -> None:
         """Each in a thread, which waits for its process: a test takes the host more time than the GPU."""
-        calls: list[Callable[[], None]] = [self.exercise] if "exercise" in names else []
-        calls += [partial(self.tests, folder) for folder in FOLDERS if "tests" in names]
-        calls += [partial(self.sanitize, tool) for tool in TOOLS if "sanitize" in names]
+        calls: dict[str, Callable[[], None]] = {"exercise": self.exercise}
+        calls |= {f"tests-{folder}": partial(self.tests, folder) for folder in FOLDERS}
+        calls |= {f"sanitize-{tool}": partial(self.sanitize, tool) for tool in TOOLS}
         with ThreadPoolExecutor(len(calls)) as pool:
-            list(pool.map(lambda call: call(), calls))
+            list(pool.map(lambda name: calls[name](), [name for name in calls if is_of(name, only)]))
 
-    def bench(self) -> None:
+    def bench(self, only: list[str]) -> None:
         import measuring
         import suite
 
@@ -234,37 +245,38 @@ class Check:
             return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
 
         for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
-            self.part(f"bench-{entry.name}", self.share, partial(run, entry))
+            if is_of(f"bench-{entry.name}", only):
+                self.part(f"bench-{entry.name}", self.share, partial(run, entry))
         figures.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="some of the parts above")
+    of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
+    parser.add_argument("--commit", metavar="HASH", help="of a checkout without git; default: that of git")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
-    if unknown := set(args.only.split(",")).difference(PARTS):
-        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    only = args.only.split(",")
+    if unknown := [name for name in only if not any(is_of(part, [name]) for part in parts())]:
+        parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(PARTS)}, and of none of these")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
-    check = Check(args.out.resolve(), facts(), args.budget, command)
+    check = Check(args.out.resolve(), facts(args.commit), args.budget, command)
     check.write()
     check.file.with_suffix(".log").unlink(missing_ok=True)
     if (found := check.report["facts"])["gpu"] is None:
         print(f"gpu-check: nothing has run: torch {found['torch']} finds no CUDA device")
         return 3
-    names = args.only.split(",")
-    if "build" in names:
+    if "build" in only:
         check.build()
     if check.parts.get("build", {"status": OK})["status"] == OK:
-        together = [name for name in names if name in TOGETHER]
-        if together:
-            check.share = (check.end - time.monotonic()) * (1 - FOR_BENCH if "bench" in names else 1)
-            check.together(together)
-        if "bench" in names:
-            check.share = args.budget
-            check.bench()
+        benches = any(is_of(name, ["bench"]) for name in only)
+        check.share = (check.end - time.monotonic()) * (1 - FOR_BENCH if benches else 1)
+        check.together(only)
+        check.share = args.budget
+        check.bench(only)
     if args.out == REPORT:
         name = re.sub(r"[^a-z0-9]+", "-", found["gpu"].lower()).strip("-")
         shutil.copy(REPORT, ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json")

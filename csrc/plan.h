@@ -53,8 +53,16 @@ inline bool is_plain(PyObject* tensor) {
   return false;
 }
 
-// False for what DLPack does not show: sparse and quantized tensors, other devices.
-inline bool read(PyObject* tensor, View& view) {
+inline bool has_storage(PyObject* tensor) {
+  const Reference storage(PyObject_CallMethod(tensor, "untyped_storage", nullptr));
+  const Reference address(storage ? PyObject_CallMethod(storage.get(), "data_ptr", nullptr) : nullptr);
+  const bool found = address && PyObject_IsTrue(address.get()) == 1;
+  return PyErr_Clear(), found;
+}
+
+// False for what DLPack does not show: sparse and quantized tensors, other devices. `former`: an address that has had
+// memory.
+inline bool read(PyObject* tensor, View& view, const void* former = nullptr) {
   python_abi::DLTensor found;
   if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
   const ElementType* const type = find_type([&](const ElementType& type) {
@@ -75,8 +83,10 @@ inline bool read(PyObject* tensor, View& view) {
   for (int32_t d = 0; d < found.dim; ++d) view.numel *= found.sizes[d];
   view.is_defined = view.is_strided = true;
   view.is_contiguous = is_contiguous(view.layout);
-  // A freed storage has the address null, and a view into it null and an offset, which is small.
-  view.has_memory = view.numel == 0 || reinterpret_cast<uintptr_t>(view.data) >= (uintptr_t{1} << 32);
+  // A freed storage has the address null, and a view into it null and an offset. As low may lie the heap of a program
+  // that is loaded at a fixed address, such as Debian's and Ubuntu's Python.
+  view.has_memory = view.numel == 0 || reinterpret_cast<uintptr_t>(view.data) >= (uintptr_t{1} << 32) ||
+                    (view.data && (view.data == former || has_storage(tensor)));
   return view.has_memory;
 }
 
@@ -206,7 +216,8 @@ inline void prefetch(const View& view, const Known& known) {
 // Null for `tensor` is an error of Python's.
 inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
   View view, &former = column.views[i];
-  if (!tensor || ((column.from != From::kList || column.known[i].spec) && !is_plain(tensor)) || !read(tensor, view)) {
+  if (!tensor || ((column.from != From::kList || column.known[i].spec) && !is_plain(tensor)) ||
+      !read(tensor, view, column.is_grads() ? nullptr : former.data)) {
     return PyErr_Clear(), kDiffers;
   }
   if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||

@@ -48,16 +48,24 @@ def test_without_a_gpu_the_report_says_so(tmp_path, capsys):
     assert sorted((gpu_check.ROOT / "benchmarks" / "results").iterdir()) == before
 
 
-def test_a_part_that_is_none_is_refused(capsys):
+@pytest.mark.parametrize("name", ["tails", "tests-op", "bench-tail-cuda-resnet"])
+def test_a_part_that_is_none_is_refused(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main(["--only", "build,tails"])
+        gpu_check.main(["--only", f"build,{name}"])
     assert ended.value.code == 2
-    assert "--only: tails is none of build, exercise, tests, sanitize, bench" in capsys.readouterr().err
+    assert f"--only: {name} is none of build, exercise, tests, sanitize, bench" in capsys.readouterr().err
+
+
+def test_a_part_has_parts():
+    names = gpu_check.parts()
+    assert [name for name in names if gpu_check.is_of(name, ["tests-ops", "bench-host-cuda"])] == [
+        "tests-ops", "bench-host-cuda-O1", "bench-host-cuda-O2"
+    ]  # fmt: skip
 
 
 def test_a_run_of_some_parts_ends_with_those_that_are_not_ok(tmp_path, monkeypatch, capsys):
     """On a GPU that facts makes up: without CUDA here the build ends, and nothing after it is started."""
-    monkeypatch.setattr(gpu_check, "facts", lambda: {**FACTS, "gpu": "A GPU", "capability": "90"})
+    monkeypatch.setattr(gpu_check, "facts", lambda commit: {**FACTS, "gpu": "A GPU", "capability": "90"})
     monkeypatch.setattr(Check, "build", lambda check: check.part("build", 9.0, python(check, "raise SystemExit(5)")))
     out = tmp_path / "found.json"
     assert gpu_check.main(["--out", str(out), "--only", "build,exercise"]) == 1
@@ -116,7 +124,7 @@ def test_parts_without_a_gpu_fail(tmp_path, monkeypatch):
     one = suite.Entry("tail", ("--device", "cuda", "--model", "digits"))
     monkeypatch.setattr(suite, "entries", lambda device: [one])
     check = Check(tmp_path / "gpu-check.json", FACTS, 60.0, "the test")
-    check.bench()
+    check.bench(["bench"])
     check.exercise()
     bench, exercised = check.parts["bench-tail-cuda-digits-O2-FusedAdam"], check.parts["exercise"]
     assert (bench["status"], bench["figures"], exercised["status"]) == (FAILED, {}, FAILED)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import platform
+import sys
 import weakref
 from functools import partial
 from itertools import pairwise
@@ -213,15 +216,54 @@ def test_state_that_is_offloaded_frees_its_memory():
     assert [moment() for moment in moments] == [None, None]
 
 
-def test_memory_that_is_gone_between_steps_is_named():
+@pytest.mark.parametrize("offset", [0, 5], ids=["", "a view"])
+def test_memory_that_is_gone_between_steps_is_named(offset):
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = FusedAdam(params)
-    run(optimizer, 3)
-    optimizer.state[params[1]]["exp_avg"].untyped_storage().resize_(0)
+    run(optimizer, 1)
+    moment = optimizer.state[params[1]]["exp_avg"] = torch.zeros(3 + offset)[offset:]
+    run(optimizer, 2)
+    moment.untyped_storage().resize_(0)
     before = params[0].clone()
     with pytest.raises(RuntimeError, match=r"multi_tensor_adam: exp_avgs\[1\] has no memory"):
         run(optimizer, 1)
     assert torch.equal(params[0], before)
+
+
+def python_calls(fn):
+    found = 0
+
+    def count(frame, event, arg):
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(count)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks Linux for low addresses as x86-64 has them")
+def test_addresses_as_low_as_in_a_python_at_a_fixed_address_are_memory():
+    """Debian's and Ubuntu's: its heap lies below 4 GB."""
+    size, protection, flags = 4096, 3, 0x62  # to read and write; private, anonymous, below 2 GB
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    low = libc.mmap(None, ctypes.c_size_t(size), protection, flags, -1, ctypes.c_size_t(0))
+    high = (ctypes.c_char * size)()
+    assert low < 2**32
+    calls = []
+    for place in ((ctypes.c_char * size).from_address(low), high):
+        memory = torch.frombuffer(place, dtype=torch.float32)
+        params = [nn.Parameter(t) for t in memory[:30].split(3)]
+        optimizer = FusedAdam(params)
+        for step in range(4):
+            for param, grad in zip(params, memory[30:60].split(3), strict=True):
+                param.grad = grad.fill_(step)
+            calls.append(python_calls(optimizer.step))
+    assert calls[3] == calls[7] < calls[0]
 
 
 def test_finalizers_that_change_lists_and_state_while_a_step_reads_them():
