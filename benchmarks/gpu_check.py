@@ -76,7 +76,7 @@ def facts(commit: str | None = None) -> dict[str, Any]:
     versions = {tool: output_of(cuda_tool(tool), "--version") for tool in ("nvcc", "compute-sanitizer")}
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": output_of("git", "rev-parse", "HEAD") or commit,
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
         "changed": output_of("git", "status", "--porcelain", "--", *changing),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
-    parser.add_argument("--commit", metavar="HASH", help="of a checkout without git; default: that of git")
+    parser.add_argument("--commit", metavar="HASH", help="of these files; default: what git says")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
     only = args.only.split(",")

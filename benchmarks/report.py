@@ -1,4 +1,4 @@
-"""What the docs say of the figures in benchmarks/results/figures.csv.
+"""What the docs say of the figures in benchmarks/results: figures.csv, and the reports of `make gpu-check`.
 
     python benchmarks/report.py [NAME ...]                  prints parts, such as goals
     python benchmarks/report.py --picture docs/_static/gains.png
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -27,8 +28,14 @@ Rows = list[dict[str, str]]
 
 
 def load(file: Path = FIGURES) -> Rows:
+    """The rows of a CSV, and those of the reports from GPUs beside it."""
     with file.open(newline="") as lines:
-        return list(csv.DictReader(lines))
+        reader = csv.DictReader(lines)
+        found = list(reader)
+    for name in sorted(file.parent.glob("gpu-check-*.json")):
+        for part in json.loads(name.read_text())["parts"].values():
+            found += [dict(zip(reader.fieldnames, row, strict=True)) for row in part.get("figures", {}).values()]
+    return found
 
 
 def matching(found: Rows, pattern: str) -> dict[str, float]:
@@ -191,6 +198,25 @@ def states(found: Rows) -> Iterator[str]:
     yield from table(("step alone", "state", "ms", "ns per element", "times fp32 state"), rows())
 
 
+def gpu(found: Rows) -> Iterator[str]:
+    """Every comparison with torch on a GPU."""
+    ratios = matching(found, "(tail|ops)-cuda-.*/torch.*/ratio")
+    machine = {row["machine"] for row in found if row["figure"] in ratios}
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for figure, ratio in ratios.items():
+            report, case, side, _ = figure.split("/")
+            ours, theirs = (
+                matching(found, re.escape(f"{report}/{case}/{who}/time")).popitem()[1] for who in ("ampctx", side)
+            )
+            kind, model = report.split("-cuda-")
+            what = f"step after backward, {model}" if kind == "tail" else f"{case}, {model}"
+            yield what, side, f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}"
+
+    yield from table(("what", "torch's side", "ampctx, ms", "torch, ms", "torch / ampctx"), rows())
+    yield f"\n*Medians of 11 rounds. {'; '.join(sorted(machine))}.*"
+
+
 def machines(found: Rows) -> Iterator[str]:
     """What the picture was measured on."""
     where = {row["machine"] for row in found if any(re.fullmatch(group, row["figure"]) for group in GROUPS.values())}
@@ -198,7 +224,7 @@ def machines(found: Rows) -> Iterator[str]:
 
 
 PARTS: dict[str, Callable[[Rows], Iterator[str]]] = {
-    "goals": goals, "gains": gains, "levels": levels, "states": states, "machines": machines,
+    "goals": goals, "gains": gains, "levels": levels, "states": states, "gpu": gpu, "machines": machines,
 }  # fmt: skip
 
 
@@ -211,10 +237,11 @@ def filled(page: str, found: Rows) -> str:
 
 INTRO = """# Benchmark tables
 
-Every figure of [figures.csv](../benchmarks/results/figures.csv): medians, recorded by `make bench`.
+Every figure of [figures.csv](../benchmarks/results/figures.csv), recorded by `make bench`, and of `make gpu-check`:
+medians.
 [Performance](performance.md) sums them up; [benchmarks/README.md](../benchmarks/README.md) explains how they are taken.
 "ratio" is the side's time by ampctx's in the same round: above 1, ampctx is faster. "of bound" is the share of ampctx's
-time that moving the least bytes would take, at the memory bandwidth measured in the same rounds. GPU: not measured.
+time that moving the least bytes would take, at the memory bandwidth measured in the same rounds.
 """
 KINDS = {
     "tail": "The step after backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import compare
@@ -214,3 +215,10 @@ def test_the_readme_has_recorded_times(row_of_readme, name):
     shown = line.removesuffix(" |").split(" | ")[-2:]
     sides = (report.matching(report.load(), f"tail-cpu-{name}/tail/{side}/time") for side in ("ampctx", "torch-fused"))
     assert shown == [f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for (ms,) in map(dict.values, sides)]
+
+
+def test_a_page_says_how_many_tests_have_passed_on_a_gpu():
+    (report_of_gpu,) = report.FIGURES.parent.glob("gpu-check-*.json")
+    parts = json.loads(report_of_gpu.read_text())["parts"]
+    passed = sum(part["counts"]["passed"] for name, part in parts.items() if name.startswith("tests-"))
+    assert f"An H100: {passed:,} tests" in (report.ROOT / "docs" / "reliability.md").read_text()
