@@ -9,7 +9,18 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import LEVELS, LOW, OPTIMIZERS, backward, every_level, in_thread, start, train
+from kit import (
+    LEVELS,
+    LOW,
+    OPTIMIZERS,
+    TORCH_2_11,
+    backward,
+    every_level,
+    goes_on_where_dynamo_ends,
+    in_thread,
+    start,
+    train,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -597,18 +608,14 @@ def test_nothing_is_replaced_when_nothing_is_asked_for(session):
 
 # dynamo looks at the gradient of what it compiles a hook for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
-# torch 2.11 says so where a kept layer of O1 ends the graph.
+@goes_on_where_dynamo_ends
 @pytest.mark.full(but=2)
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `torch.set_autocast_enabled.`")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_models_compute_the_same(session, level, when):
-    from torch._dynamo import trace_rules, variables  # seconds, which only this test takes
-
     torch.compiler.reset()
-    # torch 2.11's dynamo skips what switches autocast off for a kept layer: there the model is no single graph.
-    traced = trace_rules.lookup(torch.set_autocast_enabled) is not variables.SkipFunctionVariable
-    compile_model = functools.partial(torch.compile, backend="aot_eager", fullgraph=traced or level == "O2")
+    is_whole = not TORCH_2_11 or level == "O2"  # a kept layer switches autocast off
+    compile_model = functools.partial(torch.compile, backend="aot_eager", fullgraph=is_whole)
     x, y = batch()
     results = []
     for compiled in (False, True):

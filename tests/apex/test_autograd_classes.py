@@ -8,6 +8,7 @@ from apex import _autocast_utils
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import fused_layer_norm as norms
+from kit import traces_switches
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NORM = ["normalized_shape", "eps", "memory_efficient"]
@@ -123,6 +124,7 @@ def test_gradients_have_the_type_of_their_tensors(kind, dtype, parameter_dtype):
     assert [t.grad.dtype for t in values] == [t.dtype for t in values]
 
 
+@traces_switches
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN])
 def test_apply_compiles_as_one_graph(kind):

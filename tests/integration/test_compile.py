@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kit import LEVELS, OPTIMIZERS, Net, assert_same, backward, start, train
+from kit import LEVELS, OPTIMIZERS, Net, assert_same, backward, goes_on_where_dynamo_ends, start, traces_switches, train
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops
@@ -208,6 +208,7 @@ def tail_of(params, optimizer, state):
     return tail
 
 
+@traces_switches
 @pytest.mark.parametrize(
     "make",
     ["FusedAdam", "FusedLAMB", pytest.param("FusedMuon", marks=pytest.mark.full)],
@@ -235,6 +236,7 @@ def test_the_tail_is_one_graph(make):
 # --- whole iterations -------------------------------------------------------------------------------------------------
 
 
+@goes_on_where_dynamo_ends
 @pytest.mark.parametrize(
     ("level", "make"),
     [("O1", "SGD-foreach"), ("O2", "FusedAdam")],
