@@ -28,7 +28,12 @@ def training(level):
     """Whole iterations, where 1 in 200 was."""
     session = AmpSession()
     model, optimizer = start(session, level, "FusedAdam", nn.Linear(4, 2))
-    return lambda: train(session, model, optimizer, 1)
+
+    def iterate():
+        optimizer.zero_grad()  # which the end of a block asks for after an interrupt
+        train(session, model, optimizer, 1)
+
+    return iterate
 
 
 @pytest.mark.parametrize(
