@@ -99,10 +99,13 @@ def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
         t.copy_(sent)
 
 
-def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) -> Tensor:
-    """The maximum over the ranks of all groups, element by element, as a new tensor. One ``all_reduce`` for each
-    group."""
-    joined = t.detach().clone()
+def reduced_over(t: Tensor, op: Any, groups: Iterable[Any], call: str, has: str) -> Tensor:
+    """``t``, reduced in place over one group after the other, with an ``all_reduce`` for each."""
     for group in groups:
-        all_reduce(joined, torch.distributed.ReduceOp.MAX, group, call, has)
-    return joined
+        all_reduce(t, op, group, call, has)
+    return t
+
+
+def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) -> Tensor:
+    """The maximum over the ranks of all groups, element by element, as a new tensor."""
+    return reduced_over(t.detach().clone(), torch.distributed.ReduceOp.MAX, groups, call, has)

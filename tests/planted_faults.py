@@ -529,7 +529,7 @@ FAULTS = [
     ),
     Fault(
         "a run that is stuck goes on", "ampctx",
-        "if self.in_a_row < self._limit:", "if True:", f"{ROWS}endless_overflows.py",
+        "if self.in_a_row < self.limit:", "if True:", f"{ROWS}endless_overflows.py",
     ),
 ]  # fmt: skip
 

@@ -300,12 +300,25 @@ class OptimizerBinding:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
+    def _agree_or_leave_to_step(self) -> None:
+        """Lets ranks agree on the flag of the latest block, or leaves that to the step, if it sums norms over them. All
+        that decides between the two is the same on every rank."""
+        optimizer, flag = self._optimizer(), self.flags.undecided
+        if flag is None:
+            return
+        is_alone = not self.flags.by_loss and "found_inf" not in vars(optimizer) and self.steps.limit is None
+        may_wait = is_alone and hasattr(type(optimizer), "_takes_flag") and self.device_decides()
+        if may_wait and optimizer._takes_flag(flag.found_inf, flag.groups):
+            flag.leave_to_step()
+        else:
+            flag.decide("optimizer.step()")
+
     @without_grad
-    def ready(self, before_closure: bool = False) -> None:
+    def ready(self, before_closure: bool = False, evaluates: bool = True) -> None:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on the flags of
         blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that."""
         if waiting.ALL:
-            self.flags.decide("optimizer.step()")
+            self.flags.decide("optimizer.step()") if evaluates else self._agree_or_leave_to_step()
         self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
@@ -322,6 +335,8 @@ class OptimizerBinding:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
+        if len(flags) > 1:  # the step reads their maximum
+            self.flags.decide("optimizer.step()")
         if self.events.stepping and not before_closure:
             tell(self.events.stepping, self._facts())
 
@@ -361,7 +376,7 @@ class OptimizerBinding:
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
-            self.ready()
+            self.ready(evaluates=False)
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_at_limit(self.flags.take):

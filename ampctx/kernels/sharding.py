@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampctx._collectives import all_reduce, named_collective
+from ampctx._collectives import named_collective, reduced_over
 from ampctx.kernels.tensor_loops import grad_of
 
 
@@ -158,9 +158,7 @@ class Grid:
     def reduce(self, t: Tensor, op: Any, call: str, has: str) -> Tensor:
         """Reduces ``t`` in place over all ranks of the grid, which must all take part. ``call``, ``has``: for messages,
         see ``ampctx.distributed.all_reduce``."""
-        for group in self.groups:
-            all_reduce(t, op, group, call, has)
-        return t
+        return reduced_over(t, op, self.groups, call, has)
 
 
 def _dims_of(mesh: Any) -> list[Any]:

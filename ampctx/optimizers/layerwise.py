@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._collectives import maximum_over_ranks
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.kernels.tensor_loops import device_of
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Scaling, Work
+from ampctx.weights import waiting
 from ampctx.weights.store import STORES
 
 Lists = Mapping[str, Sequence[Tensor]]
@@ -140,6 +143,17 @@ def any_split(groups: Iterable[Group]) -> bool:
     return any_sharded(params) and any(spread.joins for spread in spreads_of(params))
 
 
+def takes_flag(optimizer: Any, found_inf: Tensor, over: list[Any]) -> bool:
+    """Whether the first all_reduce of a step goes over these process groups, and nothing reads or copies the flag
+    before. It then takes the flag along: sums do, largest magnitudes do not."""
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    if getattr(optimizer, "_guard", None) is not None or set(map(device_of, params)) != {found_inf.device}:
+        return False
+    grids = [spread.grid for spread in spreads_of([p for p in params if is_split(p)]) if spread.grid is not None]
+    return groups[0].get("norm_type") != 0 and [grid.groups for grid in grids] == [over]
+
+
 class Norms:
     """Norms of tensors of an optimizer's parameters, joined over the ranks, on which its groups are the same. ``call``:
     for messages of failed collectives."""
@@ -184,14 +198,13 @@ class Norms:
             values.index_copy_(0, index, move(norms, self.device).to(values.dtype).square())
 
     def join(self, *rows: Tensor, order: float = 2.0) -> list[Tensor]:
-        """The norms in rows of numbers of all ranks. One all_reduce for each grid."""
-        op = torch.distributed.ReduceOp
-        values = torch.stack(rows)
+        """The norms in rows of numbers of all ranks. One all_reduce for each grid, which takes waiting flags along."""
+        values, join = torch.stack(rows), maximum_over_ranks if order == _INF else waiting.summed
         for grid, places in self._joined:
             index = self._index(places)
             sent = values.index_select(1, index)
-            grid.reduce(sent, op.MAX if order == _INF else op.SUM, self._call, "sums over its parts of parameters")
-            values.index_copy_(1, index, sent)
+            joined = join(sent.flatten(), grid.groups, self._call, "sums over its parts of parameters")
+            values.index_copy_(1, index, joined.view_as(sent))
         return list(values if order == _INF else values.sqrt())
 
     def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:
@@ -221,7 +234,6 @@ class _Shards(Layers):
         self.arguments, self.skips = optimizer._arguments(work, scaling._replace(skips=None)), scaling.skips
         super().__init__(work.lists, self.arguments["found_inf"])
         self.optimizer, self.work, self.group = optimizer, work, work.group
-        self.skip = self.found_inf.reshape(()) != 0
         self.inv_scale = scaling.inv_scale
         if work.is_pending and scaling.pending is not None:
             self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
@@ -315,7 +327,7 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
         blended = (beta2 * n * n + (1 - beta2) * norm * norm).sqrt()
     if not group["init_zero"]:
         blended = torch.where(taken == 1, norm, blended)
-    blended = torch.where(call.skip, n, blended)
+    blended = torch.where(call.found_inf.reshape(()) != 0, n, blended)
     for each, new in zip(lists["exp_avg_sqs"], blended.unbind(), strict=True):
         each.copy_(new.reshape(each.shape))
     rc1, rsc2 = torch.ones_like(blended), torch.ones_like(blended)

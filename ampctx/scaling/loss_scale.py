@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import all_reduce, ranks_of
+from ampctx._collectives import ranks_of, reduced_over
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx._saved import entry, plain, typed
 from ampctx.kernels import ops
@@ -186,10 +186,8 @@ class LossScale:
         part. ``call``: for messages. Host sync and AmpRankError as ``received``."""
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
-        joined = self.sent(found_inf)
-        for group in groups:
-            all_reduce(joined, torch.distributed.ReduceOp.SUM, group, call, "a found_inf flag")
-        return self.received(joined, groups, call)
+        op = torch.distributed.ReduceOp.SUM
+        return self.received(reduced_over(self.sent(found_inf), op, groups, call, "a found_inf flag"), groups, call)
 
     def sent(self, found_inf: Tensor) -> Tensor:
         """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync. Besides flag and number of

@@ -365,7 +365,7 @@ class StepRecord:
         self.outcome: StepOutcome | None = None
         self.history = StepHistory(history_length, losses)
         self.epoch, self.in_a_row, self.told = 0, 0, False
-        self._limit, self._report, self._hooks = limit, report, hooks
+        self.limit, self._report, self._hooks = limit, report, hooks
         self._counts_skips = limit is not None or report is not None
         self._skipped_on_host = 0
         # (Loss id, scale after a skip), as far as the host knows.
@@ -389,11 +389,11 @@ class StepRecord:
     def overflowed_at_limit(self, flags: Callable[[], Flags]) -> Overflowed:
         """The losses that overflowed, if one more skip in a row would exceed the limit. Otherwise [], and the device
         decides. Host sync only at the limit."""
-        if self._limit is None:
+        if self.limit is None:
             return []
         if host_may_read():
             self._poll()
-        if self.in_a_row < self._limit:
+        if self.in_a_row < self.limit:
             return []
         if not (found := overflowed(flags())):
             self._count_in_a_row(False)
@@ -480,13 +480,13 @@ class StepRecord:
         outcome = StepOutcome(ids, scales=known.scales, grad_norm=known.grad_norm, culprits=culprits)
         self._count_in_a_row(bool(losses))
         self.conclude(optimizer, outcome)
-        if self._limit is None or self.in_a_row <= self._limit:
+        if self.limit is None or self.in_a_row <= self.limit:
             return
         several = len({loss_id for loss_id, _ in self._scales_after}) > 1
         course = ", ".join(f"loss {i}: {value}" if several else str(value) for i, value in self._scales_after)
         raise AmpStallError(
             f"{self.in_a_row} steps of {type(optimizer).__name__} in a row were skipped "
-            f"(max_consecutive_skips={self._limit}). "
+            f"(max_consecutive_skips={self.limit}). "
             f"Weights are unchanged. Non-finite gradients: {listed(culprits, 8) if culprits else 'not known'}. Loss "
             f"scale after skips: {course or 'not known'}. If "
             "the scale is far down, scaling is not the cause: check input, loss and weights for inf and nan "
@@ -516,7 +516,7 @@ class StepRecord:
 
     def _count_in_a_row(self, skipped: bool) -> None:
         """Counts a decision of the host. No host sync."""
-        if self._limit is None:
+        if self.limit is None:
             return
         self._copy = None  # the one on its way does not include this step
         self.in_a_row = self.in_a_row + 1 if skipped else 0

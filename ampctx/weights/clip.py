@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx._collectives import all_reduce, check_process_group, maximum_over_ranks
+from ampctx._collectives import check_process_group, maximum_over_ranks
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach, tensor_loops
@@ -248,7 +248,7 @@ def _norm(
 def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "clip_grad_norm_") -> Tensor:
     if process_group is None:
         return norm
-    return _over_ranks(norm, order, partial(all_reduce, group=process_group), call, "the norm of its parameters")
+    return _over_ranks(norm, order, [process_group], call, "the norm of its parameters")
 
 
 def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
@@ -335,30 +335,17 @@ def _joined_over_ranks(
         norm = _total_norm(parts, order, use_foreach).to(device, dtype)
     else:  # made on the device: a copy from the host would wait for it
         norm = torch.zeros((), dtype=dtype, device=device)
-    return _over_ranks(norm, order, grid.reduce, call, "the norm of its part", waiting.over(grid.groups))
+    return _over_ranks(norm, order, grid.groups, call, "the norm of its part")
 
 
-def _over_ranks(
-    norm: Tensor,
-    order: float,
-    collective: Callable[..., Any],
-    call: str,
-    has: str,
-    flags: Sequence[waiting.Waiting] = (),
-) -> Tensor:
-    """The norm of all ranks, of which each has that of its own. ``flags``: go along."""
+def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: str) -> Tensor:
+    """The norm of all ranks, of which each has that of its own."""
     if not order > 0:
         raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' where ranks join their norms")
-    op, wide = torch.distributed.ReduceOp, norm.to(torch.float64)
+    wide = norm.to(torch.float64)
     if order == math.inf:
-        collective(wide, op=op.MAX, call=call, has=has)
-        return wide.to(norm.dtype)
-    sent = [(wide**order).reshape(1), *(move(flag.sent(), norm.device) for flag in flags)]
-    joined = torch.cat(sent) if flags else sent[0]
-    collective(joined, op=op.SUM, call=call, has=f"a found_inf flag and {has}" if flags else has)
-    if flags:
-        for flag, part in zip(flags, joined[1:].split([len(part) for part in sent[1:]]), strict=True):
-            flag.receive(part, call)
+        return maximum_over_ranks(wide, groups, call, has).to(norm.dtype)
+    joined = waiting.summed((wide**order).reshape(1), groups, call, has)
     return (joined[0] ** (1 / order)).to(norm.dtype)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad
+from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
 
@@ -24,13 +24,16 @@ STEPS = 20
 OVERFLOW_AT = 7
 # What ranks sum up: to agree on a flag, and for each of six parameters.
 FLAG, NUMBERS = 48, 6 * 8
+# Sums of norms take the flag along. The host reads it before LARC of an optimizer of torch that is not fused.
 BYTES = {
-    "LAMB": [2 * NUMBERS, NUMBERS],
-    "LAMB-without-ratio": [2 * NUMBERS],
-    "NovoGrad": [NUMBERS],
-    "LARC": [2 * NUMBERS],
-    "Lion": [],
-    "Muon": [],
+    "LAMB": [FLAG + 2 * NUMBERS, NUMBERS],
+    "LAMB-without-ratio": [FLAG + 2 * NUMBERS],
+    "NovoGrad": [FLAG + NUMBERS],
+    "NovoGrad-inf": [FLAG, NUMBERS],
+    "LARC": [FLAG, 2 * NUMBERS],
+    "LARC-fused": [FLAG + 2 * NUMBERS],
+    "Lion": [FLAG],
+    "Muon": [FLAG],
 }
 
 
@@ -48,10 +51,11 @@ KINDS = {
     "LAMB-without-ratio": lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0, max_grad_norm=0.0),
     "LAMB-l2": lambda params: FusedLAMB(params, lr=0.01, adam_w_mode=False, maximize=True, grad_averaging=False),
     "NovoGrad-inside": lambda params: FusedNovoGrad(params, lr=0.01, weight_decay=0.01, reg_inside_moment=True),
+    "LARC-fused": lambda params: LARC(FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)),
     "LARC-unclipped": lambda params: _larc(params, clip=False),
     "Lion": lambda params: FusedLion(params, lr=0.01),
 }
-FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC", "Muon")
+FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC", "LARC-fused", "Muon")
 
 
 def kinds(fast, full):
@@ -128,16 +132,41 @@ def as_alone(make, kind, api="O0", like=mlp) -> list[int]:
 @kinds(FAST, [kind for kind in KINDS if kind not in FAST])
 @on_ranks(2)
 def test_steps_are_those_of_one_process(kind):
-    sent = [FLAG, *BYTES.get(kind, BYTES[kind.partition("-")[0]])]
-    assert as_alone(fsdp, kind) == sent
+    assert as_alone(fsdp, kind) == BYTES.get(kind, BYTES[kind.partition("-")[0]])
     # Uneven parts, and one rank without any element of some parameters.
     assert RANK == 0 or 0 in [p.to_local().numel() for p in fsdp().parameters()]
 
 
 @on_ranks(2)
+def test_inf_on_one_rank_skips_on_both_also_after_a_step_that_raised():
+    """The flag goes along with the norms of the first step, and on its own once a step has raised before them."""
+    model, session = fsdp(), AmpSession()
+    optimizer = FusedLAMB(model.parameters(), lr=0.01)
+    session.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    before = weights(model)
+    for skips, raises in ((1, False), (2, True)):
+        optimizer.zero_grad()
+        with session.scale_loss(model(data(0)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+            model[0].weight.grad.to_local().mul_(torch.inf if RANK == 1 else 1.0)
+        with counted_all_reduce() as calls:
+            if raises:
+                optimizer.param_groups[0]["lr"] = torch.ones(2)
+                with pytest.raises(AmpValueError, match="lr"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+        assert calls == ([FLAG] if raises else []) + [FLAG * (not raises) + 2 * NUMBERS, NUMBERS]
+        assert (session.outcome(optimizer).overflowed, session.skipped_steps(optimizer)) == ((0,), skips)
+        assert session.state_dict()["loss_scaler0"]["loss_scale"] == 2.0 ** (16 - skips)
+        assert distance(weights(model), before) == 0.0
+    session.reset()
+
+
+@on_ranks(2)
 def test_tensor_parallelism_sends_numbers_of_split_parameters_alone():
     """The last bias is whole on every rank."""
-    assert as_alone(tensor_parallel, "LAMB", like=small) == [FLAG, 2 * 3 * 8, 3 * 8]
+    assert as_alone(tensor_parallel, "LAMB", like=small) == [FLAG + 2 * 3 * 8, 3 * 8]
 
 
 @on_ranks(2)
