@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 
 from measuring import Clock, Figures, add_against, figures, interleave, options, parse, report
+from networks import one_element
 from peers import OPTIMIZERS
-from shapes import one_element
 from tail import LOW_PRECISION, Tails, peers_of
 
 NAMED = ("device", "opt_level")

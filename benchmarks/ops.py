@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from measuring import Bandwidth, Clock, Figures, add_against, add_several, figures, interleave, options, parse, report
+from networks import MODELS, shapes
 from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATE_DTYPES, STATES, TAKE_STATE_DTYPE, ours
-from shapes import MODELS, shapes
 from tail import gradients, peers_of
 from torch import Tensor
 
