@@ -70,10 +70,8 @@ def _step_ops_header(specs) -> str:
     steps = [spec for spec in specs if spec.takes_step]
     includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
     parts = [_HEADER, "#include <initializer_list>\n", '#include "csrc/functors/dtype.h"', *includes, ""]
-    for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
-        rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
-        parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")
-    parts += ["\nnamespace ampctx {\n", *_functors(specs)]
+    rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in steps)
+    parts += [f"#define AMPCTX_STEP_OPS(OP, with) {rows}", "\nnamespace ampctx {\n", *_functors(specs)]
     parts += [
         "struct StateList {",
         "  const char* name;",
