@@ -41,6 +41,11 @@ class Side:
     after: Callable[[], Any] = lambda: None
 
 
+def into(out: list[Tensor], before: list[Tensor], run: Callable[[], Any]) -> Side:
+    """A call that writes ``out``, which then starts as ``before`` each time."""
+    return Side(run, lambda: out, lambda: torch._foreach_copy_(out, before))
+
+
 @dataclass
 class Op:
     """``bytes_per_element``: what has to be read and written; ``sides``: "ampctx" and others by what they call;
@@ -107,19 +112,12 @@ def scale(inputs: Inputs) -> Op:
     grads = inputs.random(0)
     mine, theirs = inputs.empty_twice()
     found_inf, inverse = torch.zeros((), device=inputs.device), torch.full((), 1 / SCALE, device=inputs.device)
+    unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
     return Op(
         8,
         {
-            "ampctx": Side(
-                lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse),
-                lambda: mine,
-                lambda: torch._foreach_copy_(mine, grads),
-            ),
-            "torch._amp_foreach_non_finite_check_and_unscale_": Side(
-                lambda: torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inverse),
-                lambda: theirs,
-                lambda: torch._foreach_copy_(theirs, grads),
-            ),
+            "ampctx": into(mine, grads, lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse)),
+            f"torch.{unscale_.__name__}": into(theirs, grads, lambda: unscale_(theirs, found_inf, inverse)),
         },
     )
 
@@ -136,16 +134,8 @@ def axpby(inputs: Inputs) -> Op:
     return Op(
         12,
         {
-            "ampctx": Side(
-                lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25),
-                lambda: mine,
-                lambda: torch._foreach_copy_(mine, y),
-            ),
-            "torch._foreach_mul_ and _foreach_add_": Side(
-                in_two_passes,
-                lambda: theirs,
-                lambda: torch._foreach_copy_(theirs, y),
-            ),
+            "ampctx": into(mine, y, lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25)),
+            "torch._foreach_mul_ and _foreach_add_": into(theirs, y, in_two_passes),
         },
         rtol=1e-5,
         atol=1e-6,  # a x and b y may cancel
@@ -184,10 +174,7 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
         return Op(
             source.itemsize + target.itemsize,
             {
-                "ampctx": Side(
-                    lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0),
-                    lambda: mine,
-                ),
+                "ampctx": Side(lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0), lambda: mine),
                 "torch._foreach_copy_": Side(lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs),
             },
         )
