@@ -266,20 +266,17 @@ def measure(
 ) -> Figures:
     op, clock = make(inputs), bandwidth.clock
 
-    def of(side: Side) -> Callable[[int], dict[str, float]]:
-        def timed(round_number: int) -> dict[str, float]:
-            side.before()
-            clock.settle()
-            start = clock.mark()
-            side.run()
-            end = clock.mark()
-            side.after()
-            return {"time": clock.between(start, end)}
+    def timed(who: str, _: int) -> dict[str, float]:
+        side = op.sides[who]
+        side.before()
+        clock.settle()
+        start = clock.mark()
+        side.run()
+        end = clock.mark()
+        side.after()
+        return {"time": clock.between(start, end)}
 
-        return timed
-
-    contenders = {who: of(side) for who, side in op.sides.items()}
-    samples = interleave({**contenders, "bandwidth": bandwidth.measure}, args.rounds)
+    samples = interleave(op.sides, timed, args.rounds, bandwidth)
     wanted, *others = (side.result() for side in op.sides.values() if side.result)
     for other in others:
         torch.testing.assert_close(wanted, other, rtol=op.rtol, atol=op.atol)

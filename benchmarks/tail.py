@@ -247,15 +247,12 @@ def measure(tails: Tails, args: argparse.Namespace) -> Figures:
     clock = Clock(tails.device)
     bandwidth = Bandwidth(sum(part(p).numel() for p in tails.ours.params), tails.device, clock)
 
-    def of(who: str) -> Callable[[int], dict[str, float]]:
-        def step(round_number: int) -> dict[str, float]:
-            found = tails.step(who, round_number, clock)
-            exit_ms = {"exit": found["exit"]} if "exit" in found else {}
-            return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
+    def step(who: str, round_number: int) -> dict[str, float]:
+        found = tails.step(who, round_number, clock)
+        exit_ms = {"exit": found["exit"]} if "exit" in found else {}
+        return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
 
-        return step
-
-    samples = interleave({**{who: of(who) for who in tails.sides}, "bandwidth": bandwidth.measure}, args.rounds)
+    samples = interleave(tails.sides, step, args.rounds, bandwidth)
     tails.check()
     return figures("tail", samples, floor_bytes(tails.ours.params, args.optimizer))
 
