@@ -27,7 +27,7 @@ using python_abi::Reference;
 // Whether a plan runs; kError: with an exception set.
 enum Code { kError = -1, kRuns, kDiffers };
 
-// Given by use_python(), and kept for good.
+// Given by use_python(), and kept for good. Where that did not return True, nobody may call the other functions.
 struct Torch {
   const python_abi::DLPackExchange* exchange = nullptr;
   PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr,
@@ -528,9 +528,7 @@ inline PyTypeObject* type = nullptr;
 // While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
 class PlainGetters {
  public:
-  PlainGetters() : guard_(torch.exchange ? PyObject_CallObject(torch.plain_getters, nullptr) : nullptr) {
-    call("__enter__", 0);
-  }
+  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", 0); }
   ~PlainGetters() { call("__exit__", 3); }
 
  private:
@@ -554,8 +552,7 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
     View view;
-    if (!torch.exchange || !tensor || !is_plain(tensor) || !read(tensor, view))
-      return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!tensor || !is_plain(tensor) || !read(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
     const Reference version(torch.get_version(torch.version, tensor, nullptr));
     if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
@@ -573,9 +570,7 @@ inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    if (!torch.exchange || !tensor || !(is_plain(tensor) || is_sharded(tensor))) {
-      return PyErr_Clear(), Py_NewRef(Py_None);
-    }
+    if (!tensor || !(is_plain(tensor) || is_sharded(tensor))) return PyErr_Clear(), Py_NewRef(Py_None);
     if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
   }
   return PyBool_FromLong(true);
@@ -590,7 +585,7 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
   const auto none = [] { return Reference(Py_NewRef(Py_None)); };
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const param = PyList_GetItem(params, i);
-    if (!torch.exchange || !(is_sharded(param) || is_plain(param))) return Py_NewRef(Py_None);
+    if (!is_sharded(param) && !is_plain(param)) return Py_NewRef(Py_None);
     Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part;
     if (grad && grad.get() != Py_None) {
       const bool has_parts = is_sharded(grad.get());
@@ -614,7 +609,6 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
 inline PyObject* have_members(PyObject*, PyObject* given) {
   PyObject *groups, *members;
   if (!PyArg_ParseTuple(given, "OO", &groups, &members)) return nullptr;
-  if (!torch.exchange) return Py_NewRef(Py_None);
   return PyBool_FromLong(same_members(groups, members));
 }
 
@@ -640,7 +634,7 @@ inline PyObject* make_plan(PyObject*, PyObject* given) {
                         &calls)) {
     return nullptr;
   }
-  if (!torch.exchange || !add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  if (!add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
   PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
   // Without the calls, which have gradients.
   if (self) state->kept = PyTuple_Pack(5, state->groups, state->members, state->mappings, state->idle, owners);
@@ -655,7 +649,7 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
     PyObject* const tensors = PyTuple_GetItem(lists, i);
     if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
-    if (!torch.exchange || !given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
+    if (!given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
   }
   const Views& first = *given.lists[0];
   if (first.empty()) return PyBool_FromLong(false);
