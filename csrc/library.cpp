@@ -491,6 +491,7 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"spread_grads", plan::spread_grads, METH_O, nullptr},
                            {"use_dtensor", plan::use_dtensor, METH_VARARGS, nullptr},
                            {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
+                           {"run", plan::run, METH_VARARGS, nullptr},
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},
                            {"advanced", plan::advanced, METH_O, nullptr},
@@ -502,4 +503,4 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functio
 }  // namespace
 }  // namespace ampctx
 
-PyMODINIT_FUNC PyInit__ops() { return ampctx::plan::make_type() ? PyModule_Create(&ampctx::module) : nullptr; }
+PyMODINIT_FUNC PyInit__ops() { return PyModule_Create(&ampctx::module); }

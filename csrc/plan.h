@@ -133,16 +133,14 @@ struct PlannedCall {
   std::vector<int> written;  // columns
 };
 
+// In a capsule. Who holds that keeps the Python objects, where the garbage collector sees them.
+constexpr const char* kCapsule = "ampctx._ops.plan";
 struct State {
-  PyObject *kept, *groups, *members, *mappings, *idle;  // `kept` keeps the others, and the columns
+  PyObject *groups, *members, *mappings, *idle;
   std::vector<Column> columns;
   std::vector<PlannedCall> calls;
   std::vector<const void*> seen;  // of `is_shared`
   bool is_running = false;
-};
-
-struct Plan {
-  PyObject_HEAD State* state;
 };
 
 // A loop over many small tensors waits for memory most of all.
@@ -418,14 +416,15 @@ inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObje
   return kRuns;
 }
 
-// run(groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
-inline PyObject* run(PyObject* self, PyObject* given) {
-  PyObject *groups, *arguments, *grads;
+// run(plan, groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
+inline PyObject* run(PyObject*, PyObject* given) {
+  PyObject *plan, *groups, *arguments, *grads;
   int may_share, takes;
-  if (!PyArg_ParseTuple(given, "OOOpp", &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
-  State* const state = reinterpret_cast<Plan*>(self)->state;
+  if (!PyArg_ParseTuple(given, "OOOOpp", &plan, &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
+  State* const state = static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule));
+  if (!state) return nullptr;
   // It may be running: Python code runs where an object dies.
-  if (!state || state->is_running) return Py_NewRef(Py_None);
+  if (state->is_running) return Py_NewRef(Py_None);
   state->is_running = true;
   const Code code = run_once(*state, groups, arguments, grads, may_share, takes);
   PyObject* result = code == kError ? nullptr : code == kDiffers ? Py_NewRef(Py_None) : PyList_New(0);
@@ -500,30 +499,6 @@ inline bool add_calls(State& state, PyObject* calls) {
   }
   return true;
 }
-
-inline int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (State* const state = reinterpret_cast<Plan*>(self)->state) Py_VISIT(state->kept);
-  return 0;
-}
-
-inline int clear(PyObject* self) {
-  // All that it refers to is in `kept`: without that no run is possible, and nobody can call one any more.
-  State* const state = std::exchange(reinterpret_cast<Plan*>(self)->state, nullptr);
-  if (state) Py_CLEAR(state->kept);
-  delete state;
-  return 0;
-}
-
-inline void deallocate(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DecRef(reinterpret_cast<PyObject*>(type));
-}
-
-inline PyTypeObject* type = nullptr;
 
 // While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
 class PlainGetters {
@@ -624,23 +599,19 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), size);
 }
 
-// make_plan(groups, members, mappings, idle, owners, calls): a Plan, or None where a plan cannot make the calls. It
-// keeps the first five; `owners` are those of the columns.
+// make_plan(groups, members, mappings, idle, calls): a plan, or None where it cannot make the calls. The caller keeps
+// the first four, and the owners of the columns.
 inline PyObject* make_plan(PyObject*, PyObject* given) {
   auto state = std::make_unique<State>();
   PyObject* calls;
-  PyObject* owners;
-  if (!PyArg_ParseTuple(given, "OOOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &owners,
-                        &calls)) {
+  if (!PyArg_ParseTuple(given, "OOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &calls)) {
     return nullptr;
   }
   if (!add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-  // Without the calls, which have gradients.
-  if (self) state->kept = PyTuple_Pack(5, state->groups, state->members, state->mappings, state->idle, owners);
-  if (!self || !state->kept) return Py_XDECREF(self), nullptr;
-  reinterpret_cast<Plan*>(self)->state = state.release();
-  return self;
+  const auto free = [](PyObject* plan) { delete static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule)); };
+  PyObject* const plan = PyCapsule_New(state.get(), kCapsule, free);
+  if (plan) state.release();
+  return plan;
 }
 
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
@@ -705,18 +676,6 @@ inline PyObject* use_dtensor(PyObject*, PyObject* given) {
     torch = found;
   }
   return Py_NewRef(Py_None);
-}
-
-inline bool make_type() {
-  static PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr}, {}};
-  static PyType_Slot slots[] = {{Py_tp_methods, methods},
-                                {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-                                {0, nullptr}};
-  static PyType_Spec spec = {"ampctx._ops.Plan", sizeof(Plan), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  return (type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec)));
 }
 
 }  // namespace plan

@@ -33,8 +33,8 @@ class PlannedCall(NamedTuple):
 class Plan:
     """The calls of one step, or of the end of a block. It does not keep gradients, nor entries of dicts."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, made: Any, kept: tuple[Any, ...]) -> None:
+        self._made, self._kept = made, kept  # C has bare pointers to what is kept
 
     def run(
         self,
@@ -53,7 +53,7 @@ class Plan:
         takes: set ``.grad`` of gradients that no call writes to None.
         """
         try:
-            found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
+            found: list[list[Tensor]] | None = _run(self._made, groups, arguments, grads, may_share, takes)
             return found
         except RuntimeError as error:
             raise_out_of_memory(error)
@@ -81,9 +81,9 @@ def make_plan(
     _use_dtensor()
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     # A column by its owners, so that the lists of a call which are one list are read once.
-    members, given = [list(group["params"]) for group in groups], [tuple(call) for call in calls]
-    made = extension.plans.make_plan(list(groups), members, list(mappings), list(idle), owners, given)
-    return None if made is None else Plan(made)
+    kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
+    made = extension.plans.make_plan(*kept, [tuple(call) for call in calls])
+    return None if made is None else Plan(made, (*kept, owners))
 
 
 # --- what is as it was: in C, and in a loop of Python's for what is no plain tensor -----------------------------------
@@ -93,7 +93,7 @@ def _in_c(name: str) -> Callable[..., Any]:
     return getattr(extension.plans, name) if extension.plans is not None else lambda *given: None
 
 
-_have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_grads", "marks"))
+_have_members, _have_no_grads, _marks, _run = map(_in_c, ("have_members", "have_no_grads", "marks", "run"))
 
 
 def _use_dtensor() -> None:
