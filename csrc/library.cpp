@@ -437,39 +437,17 @@ int register_kernels(const char* ns) {
   return 0;
 }
 
-Kernel find(const std::vector<Op>& ops, const char* name) {
-  for (const Op& op : ops) {
-    if (std::strcmp(op.name, name) == 0) return op.kernel;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
-Kernel kernel_of(const char* op, int32_t device_type) {
-  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kCpu>(), op);
-#ifdef AMPCTX_WITH_CUDA
-  if (device_type == aoti_torch_device_type_cuda()) return find(ops_of<kCuda>(), op);
-#endif
-  return nullptr;
-}
-
-namespace {
-
-int register_for(const char* backend, const char* ns) {
-  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kCpu>(ns);
-#ifdef AMPCTX_WITH_CUDA
-  if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
-  if (std::strcmp(backend, "cuda") == 0) return register_kernels<kCuda>(ns);
-#endif
-  return 4;  // built without this backend
-}
-
 // register(backend, namespace): 0, or a code that says why there are no kernels.
 PyObject* register_backend(PyObject*, PyObject* given) {
   const char *backend, *ns;
   if (!PyArg_ParseTuple(given, "ss", &backend, &ns)) return nullptr;
-  return PyLong_FromLong(register_for(backend, ns));
+  int code = 4;  // built without this backend
+  if (std::strcmp(backend, "cpu") == 0) code = register_kernels<kCpu>(ns);
+#ifdef AMPCTX_WITH_CUDA
+  // 3: a torch without CUDA
+  if (std::strcmp(backend, "cuda") == 0) code = aoti_torch_get_current_cuda_stream ? register_kernels<kCuda>(ns) : 3;
+#endif
+  return PyLong_FromLong(code);
 }
 
 PyObject* build_info(PyObject*, PyObject*) {
@@ -501,6 +479,18 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+Kernel kernel_of(const char* name, int32_t device_type) {
+  const std::vector<Op>* ops = device_type == aoti_torch_device_type_cpu() ? &ops_of<kCpu>() : nullptr;
+#ifdef AMPCTX_WITH_CUDA
+  if (device_type == aoti_torch_device_type_cuda()) ops = &ops_of<kCuda>();
+#endif
+  for (size_t i = 0; ops && i < ops->size(); ++i) {
+    if (std::strcmp((*ops)[i].name, name) == 0) return (*ops)[i].kernel;
+  }
+  return nullptr;
+}
+
 }  // namespace ampctx
 
 PyMODINIT_FUNC PyInit__ops() { return PyModule_Create(&ampctx::module); }
