@@ -403,14 +403,10 @@ inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObje
     if (const Code code = read_column(column)) return code;
   }
   if (!may_share && is_shared(state)) return kDiffers;
-  if (PyList_Size(arguments) != static_cast<Py_ssize_t>(state.calls.size())) {
-    PyErr_SetString(PyExc_TypeError, "a plan takes the arguments of each of its calls");
-    return kError;
-  }
   std::vector<Given> given(state.calls.size());
   for (size_t i = 0; i < given.size(); ++i) {
-    if (!given[i].take(state, state.calls[i], PyList_GetItem(arguments, i)))
-      return PyErr_Occurred() ? kError : kDiffers;
+    PyObject* const of_call = PyList_GetItem(arguments, i);
+    if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
   }
   if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return kError;
   return kRuns;
@@ -503,14 +499,13 @@ inline bool add_calls(State& state, PyObject* calls) {
 // While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
 class PlainGetters {
  public:
-  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", 0); }
-  ~PlainGetters() { call("__exit__", 3); }
+  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", nullptr); }
+  ~PlainGetters() { call("__exit__", "OOO"); }
 
  private:
-  void call(const char* method, int arguments) {
-    if (!guard_) return PyErr_Clear();
-    const Reference done(arguments ? PyObject_CallMethod(guard_.get(), method, "OOO", Py_None, Py_None, Py_None)
-                                   : PyObject_CallMethod(guard_.get(), method, nullptr));
+  void call(const char* method, const char* arguments) {
+    const Reference done(guard_ ? PyObject_CallMethod(guard_.get(), method, arguments, Py_None, Py_None, Py_None)
+                                : nullptr);
     if (!done) PyErr_Clear();
   }
   Reference guard_;
