@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 
 from measuring import Clock, Figures, add_against, figures, interleave, options, parse, report
+from networks import one_element
 from peers import OPTIMIZERS
-from shapes import one_element
 from tail import LOW_PRECISION, Tails, peers_of
 
 NAMED = ("device", "opt_level")
@@ -36,14 +35,11 @@ def tensor_counts(text: str) -> tuple[int, ...]:
 def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> Figures:
     clock = Clock(tails.device, host=True, flush=args.flush)
 
-    def of(who: str) -> Callable[[int], dict[str, float]]:
-        def step(round_number: int) -> dict[str, float]:
-            found = tails.step(who, round_number, clock)
-            return {"time": sum(found.values()) - found["zero_grad"], **found}
+    def step(who: str, round_number: int) -> dict[str, float]:
+        found = tails.step(who, round_number, clock)
+        return {"time": sum(found.values()) - found["zero_grad"], **found}
 
-        return step
-
-    samples = interleave({who: of(who) for who in tails.sides}, args.rounds)
+    samples = interleave(tails.sides, step, args.rounds)
     tails.check()
     return figures(f"{tensors} tensors", samples)
 

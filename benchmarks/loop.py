@@ -207,22 +207,18 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, Make]) ->
     sides = {who: make() for who, make in makes.items()}
     losses: dict[str, list[float]] = {who: [] for who in sides}
 
-    def of(who: str) -> Callable[[int], dict[str, float]]:
-        def iterate(_: int) -> dict[str, float]:
-            sides[who].start()
-            losses[who].append(sides[who].iterate().item())  # in the state that a loop is in
-            clock.settle()
-            start = clock.mark()
-            loss = sides[who].iterate()
-            end = clock.mark()
-            losses[who].append(loss.item())
-            sides[who].stop()
-            return {"time": clock.between(start, end)}
+    def iterate(who: str, _: int) -> dict[str, float]:
+        sides[who].start()
+        losses[who].append(sides[who].iterate().item())  # in the state that a loop is in
+        clock.settle()
+        start = clock.mark()
+        loss = sides[who].iterate()
+        end = clock.mark()
+        losses[who].append(loss.item())
+        sides[who].stop()
+        return {"time": clock.between(start, end)}
 
-        return iterate
-
-    bandwidth = Bandwidth(0, work.device, clock)
-    samples = interleave({**{who: of(who) for who in sides}, "bandwidth": bandwidth.measure}, args.rounds)
+    samples = interleave(sides, iterate, args.rounds, Bandwidth(0, work.device, clock))
     for side in sides.values():
         side.stop(for_good=True)
     first = next(iter(peers))

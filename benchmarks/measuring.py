@@ -165,7 +165,7 @@ class Bandwidth:
         self.src, self.dst = torch.ones(elements, device=device), torch.zeros(elements, device=device)
         self.clock = clock
 
-    def measure(self, round_number: int) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         passes = {"copy": lambda: self.dst.copy_(self.src), "in place": lambda: self.dst.mul_(0.5)}
         found = {}
         for name, run in passes.items():
@@ -179,16 +179,22 @@ class Bandwidth:
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def interleave(contenders: Mapping[str, Callable[[int], dict[str, float]]], rounds: int) -> Samples:
-    """Calls every contender once per round, in random order, with the number of the round; below 0 it warms up.
+def interleave(
+    sides: Iterable[str],
+    measure: Callable[[str, int], dict[str, float]],
+    rounds: int,
+    bandwidth: Bandwidth | None = None,
+) -> Samples:
+    """Measures every side once per round, in random order, by its name and the number of the round; below 0 it warms
+    up. And "bandwidth", if given.
 
-    A contender gives its measured values by name; ``samples[contender][name]`` has one for each round.
+    That gives measured values by name; ``samples[side][name]`` has one for each round.
     """
     order = random.Random(0)
-    samples: Samples = {who: {} for who in contenders}
+    samples: Samples = {who: {} for who in (*sides, *(["bandwidth"] if bandwidth else []))}
     for number in range(-WARMUP_ROUNDS, rounds):
-        for who in order.sample(list(contenders), len(contenders)):
-            found = contenders[who](number)
+        for who in order.sample(list(samples), len(samples)):
+            found = bandwidth.measure() if bandwidth and who == "bandwidth" else measure(who, number)
             for name, value in found.items():
                 if number >= 0:
                     samples[who].setdefault(name, []).append(value)

@@ -1,9 +1,12 @@
-"""Real models for loop.py, with the parameters of the tables in shapes.py, and a batch for each."""
+"""The models of the benchmarks: real ones with a batch for loop.py, and others of which only the weights count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +35,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """(batch, 3, height, width) -> (batch, 1000)."""
+    """(batch, 3, height, width) -> (batch, 1000). 161 parameters, 25,557,032 elements."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
     n_in = 64
@@ -44,7 +47,7 @@ def resnet50() -> nn.Module:
 
 
 def digits() -> nn.Module:
-    """(batch, 1, 8, 8) -> (batch, 10)."""
+    """(batch, 1, 8, 8) -> (batch, 10). 8 parameters, 6,138 elements: the demo, and for trying the benchmarks out."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -111,3 +114,86 @@ NETWORKS = {
     "resnet50": Network(resnet50, lambda: _images(8, 3, 64, 1000)),
     "digits": Network(digits, lambda: _images(8, 1, 8, 10)),
 }
+
+
+# --- weights alone: no forward ----------------------------------------------------------------------------------------
+
+
+def weights(shapes: Iterable[tuple[int, ...]]) -> nn.Module:
+    return nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
+
+
+def one_element(tensors: int) -> nn.Module:
+    """Tensors of one element: what is left of a call's time is what it takes on the host."""
+    return weights([(1,)] * tensors)
+
+
+def tiny(tensors: int) -> nn.Module:
+    """Tensors of 1 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
+    sizes = random.Random(0)
+    return weights((sizes.randint(1, 4096),) for _ in range(tensors))
+
+
+def lora() -> nn.Module:
+    """1,100 tensors of 4,096 elements, as the adapters of a model of 7 billion."""
+    return weights([(16, 256)] * 1100)
+
+
+def efficientnet_b7() -> nn.Module:
+    """711 parameters, 66,347,960 elements."""
+
+    def conv(n_in: int, n_out: int, kernel: int) -> tuple[nn.Module, ...]:
+        return nn.Conv2d(n_in, n_out, kernel, bias=False), nn.BatchNorm2d(n_out)
+
+    layers, n_in = [*conv(3, 64, 3)], 64
+    stages = (
+        (1, 3, 32, 4),
+        (6, 3, 48, 7),
+        (6, 5, 80, 7),
+        (6, 3, 160, 10),
+        (6, 5, 224, 10),
+        (6, 5, 384, 13),
+        (6, 3, 640, 4),
+    )
+    for expand, kernel, n_out, blocks in stages:
+        for _ in range(blocks):
+            wide, narrow = expand * n_in, n_in // 4
+            if expand > 1:
+                layers += conv(n_in, wide, 1)
+            layers += conv(1, wide, kernel)
+            layers += nn.Conv2d(wide, narrow, 1), nn.Conv2d(narrow, wide, 1)
+            layers += conv(wide, n_out, 1)
+            n_in = n_out
+    return nn.Sequential(*layers, *conv(n_in, 2560, 1), nn.Linear(2560, 1000))
+
+
+def bert_large() -> nn.Module:
+    """BERT-large with the heads of its pre-training: 398 parameters, 336,226,108 elements."""
+    width, words = 1024, 30522
+
+    def linear(*sizes: int) -> list[nn.Module]:
+        """Linear layers one after the other, and the norm of what comes out."""
+        return [*(nn.Linear(a, b) for a, b in pairwise(sizes)), nn.LayerNorm(sizes[-1])]
+
+    layers = [*(nn.Embedding(rows, width) for rows in (words, 512, 2)), nn.LayerNorm(width)]
+    for _ in range(24):
+        layers += linear(*[width] * 5) + linear(width, 4 * width, width)
+    return nn.Sequential(*layers, *linear(*[width] * 3), weights([(words,)]), nn.Linear(width, 2))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": resnet50,
+    "bert-large": bert_large,
+    "gpt2-small": lambda: GPT(12, 768, 12, 1024, 50257),  # 148 parameters, 124,439,808 elements
+    "gpt2-xl": NETWORKS["gpt2-xl"].make,  # 580 parameters, 1,557,611,200 elements
+    "efficientnet-b7": efficientnet_b7,
+    "lora": lora,
+    **{f"tiny{tensors}": partial(tiny, tensors) for tensors in (161, 1000, 5000, 20000)},
+    "digits": digits,
+}
+
+
+def shapes(name: str) -> list[torch.Size]:
+    """The shape of each parameter of a model."""
+    with torch.device("meta"):
+        return [p.shape for p in MODELS[name]().parameters()]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from measuring import Bandwidth, Clock, Figures, add_against, add_several, figures, interleave, options, parse, report
+from networks import MODELS, shapes
 from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATE_DTYPES, STATES, TAKE_STATE_DTYPE, ours
-from shapes import MODELS, shapes
 from tail import gradients, peers_of
 from torch import Tensor
 
@@ -39,6 +39,11 @@ class Side:
     result: Callable[[], list[Tensor]] | None
     before: Callable[[], Any] = lambda: None
     after: Callable[[], Any] = lambda: None
+
+
+def into(out: list[Tensor], before: list[Tensor], run: Callable[[], Any]) -> Side:
+    """A call that writes ``out``, which then starts as ``before`` each time."""
+    return Side(run, lambda: out, lambda: torch._foreach_copy_(out, before))
 
 
 @dataclass
@@ -107,19 +112,12 @@ def scale(inputs: Inputs) -> Op:
     grads = inputs.random(0)
     mine, theirs = inputs.empty_twice()
     found_inf, inverse = torch.zeros((), device=inputs.device), torch.full((), 1 / SCALE, device=inputs.device)
+    unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
     return Op(
         8,
         {
-            "ampctx": Side(
-                lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse),
-                lambda: mine,
-                lambda: torch._foreach_copy_(mine, grads),
-            ),
-            "torch._amp_foreach_non_finite_check_and_unscale_": Side(
-                lambda: torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inverse),
-                lambda: theirs,
-                lambda: torch._foreach_copy_(theirs, grads),
-            ),
+            "ampctx": into(mine, grads, lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse)),
+            f"torch.{unscale_.__name__}": into(theirs, grads, lambda: unscale_(theirs, found_inf, inverse)),
         },
     )
 
@@ -136,16 +134,8 @@ def axpby(inputs: Inputs) -> Op:
     return Op(
         12,
         {
-            "ampctx": Side(
-                lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25),
-                lambda: mine,
-                lambda: torch._foreach_copy_(mine, y),
-            ),
-            "torch._foreach_mul_ and _foreach_add_": Side(
-                in_two_passes,
-                lambda: theirs,
-                lambda: torch._foreach_copy_(theirs, y),
-            ),
+            "ampctx": into(mine, y, lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25)),
+            "torch._foreach_mul_ and _foreach_add_": into(theirs, y, in_two_passes),
         },
         rtol=1e-5,
         atol=1e-6,  # a x and b y may cancel
@@ -184,10 +174,7 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
         return Op(
             source.itemsize + target.itemsize,
             {
-                "ampctx": Side(
-                    lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0),
-                    lambda: mine,
-                ),
+                "ampctx": Side(lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0), lambda: mine),
                 "torch._foreach_copy_": Side(lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs),
             },
         )
@@ -279,20 +266,17 @@ def measure(
 ) -> Figures:
     op, clock = make(inputs), bandwidth.clock
 
-    def of(side: Side) -> Callable[[int], dict[str, float]]:
-        def timed(round_number: int) -> dict[str, float]:
-            side.before()
-            clock.settle()
-            start = clock.mark()
-            side.run()
-            end = clock.mark()
-            side.after()
-            return {"time": clock.between(start, end)}
+    def timed(who: str, _: int) -> dict[str, float]:
+        side = op.sides[who]
+        side.before()
+        clock.settle()
+        start = clock.mark()
+        side.run()
+        end = clock.mark()
+        side.after()
+        return {"time": clock.between(start, end)}
 
-        return timed
-
-    contenders = {who: of(side) for who, side in op.sides.items()}
-    samples = interleave({**contenders, "bandwidth": bandwidth.measure}, args.rounds)
+    samples = interleave(op.sides, timed, args.rounds, bandwidth)
     wanted, *others = (side.result() for side in op.sides.values() if side.result)
     for other in others:
         torch.testing.assert_close(wanted, other, rtol=op.rtol, atol=op.atol)

@@ -184,14 +184,14 @@ _PACKAGES = {
 }
 
 
-def _check_package(name: str, against: str) -> str:
-    """The package of the optimizer. Raises LookupError as ``peer`` does."""
+def _from_package(name: str, against: str) -> Make:
+    """apex's or TransformerEngine's optimizer, in the place of torch's fused one. Imports neither yet."""
     package, extension = _PACKAGES[against]
     if not _is_installed(package.partition(".")[0]) or not _is_installed(extension):
         raise LookupError(f"{package.partition('.')[0]} with its compiled {extension} is not installed here")
     if name not in (_APEX if against == "apex" else _IN_TE):
         raise LookupError(f"{package} has no {name}")
-    return package
+    return lambda params: getattr(importlib.import_module(package), name)(params, **_APEX[name])
 
 
 # AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
@@ -220,13 +220,6 @@ def packages(name: str) -> list[str]:
     found = []
     for against in _PACKAGES:
         with contextlib.suppress(LookupError):
-            _check_package(name, against)
+            _from_package(name, against)
             found.append(against)
     return found
-
-
-def _from_package(name: str, against: str) -> Make:
-    """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
-    package = _check_package(name, against)
-    kind = getattr(importlib.import_module(package), name)
-    return lambda params: kind(params, **_APEX[name])

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from measuring import Bandwidth, Clock, Figures, add_against, figures, interleave, options, parse, report
+from networks import MODELS
 from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATES, Make, ours, peer
-from shapes import MODELS, Parameters
 from torch import Tensor
 
 from ampctx import clip_grad_norm_
@@ -205,10 +205,10 @@ def check_overflow_skips(side: AmpctxTail | TorchTail, grads: list[Tensor], cloc
 class Tails:
     """ampctx and its peers with equal weights, and the same gradients for all."""
 
-    def __init__(self, table: Callable[[], Any], args: argparse.Namespace, peers: dict[str, Make]) -> None:
+    def __init__(self, make: Callable[[], torch.nn.Module], args: argparse.Namespace, peers: dict[str, Make]) -> None:
         self.device, self.ranks = torch.device(args.device), getattr(args, "ranks", 0)
         torch.manual_seed(0)
-        model = Parameters(table()).to(self.device)
+        model = make().to(self.device)
         if self.ranks:
             shard(model, self.ranks)
         self.peers = {who: TorchTail(model, args.opt_level, make, args.clip) for who, make in peers.items()}
@@ -247,15 +247,12 @@ def measure(tails: Tails, args: argparse.Namespace) -> Figures:
     clock = Clock(tails.device)
     bandwidth = Bandwidth(sum(part(p).numel() for p in tails.ours.params), tails.device, clock)
 
-    def of(who: str) -> Callable[[int], dict[str, float]]:
-        def step(round_number: int) -> dict[str, float]:
-            found = tails.step(who, round_number, clock)
-            exit_ms = {"exit": found["exit"]} if "exit" in found else {}
-            return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
+    def step(who: str, round_number: int) -> dict[str, float]:
+        found = tails.step(who, round_number, clock)
+        exit_ms = {"exit": found["exit"]} if "exit" in found else {}
+        return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
 
-        return step
-
-    samples = interleave({**{who: of(who) for who in tails.sides}, "bandwidth": bandwidth.measure}, args.rounds)
+    samples = interleave(tails.sides, step, args.rounds, bandwidth)
     tails.check()
     return figures("tail", samples, floor_bytes(tails.ours.params, args.optimizer))
 

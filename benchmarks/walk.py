@@ -40,9 +40,7 @@ class Entry(NamedTuple):
 
 
 def _file_of(filename: str) -> str | None:
-    """The file below ampctx/, None for another one. Calls that are made of specs have the file that makes them."""
-    if filename.startswith("<ampctx."):
-        return filename.removeprefix("<ampctx.").rpartition(".")[0].replace(".", "/") + ".py"
+    """The file below ampctx/, None for another one."""
     path = Path(filename)
     return str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else None
 

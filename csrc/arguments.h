@@ -99,7 +99,7 @@ inline View view_of(const torch_abi::Tensor& tensor, bool is_written) {
   view.is_strided = tensor.layout() == aoti_torch_layout_strided();
   if (!view.is_strided) return view;
   view.layout = {tensor.dim(), tensor.sizes(), tensor.strides()};
-  view.is_contiguous = tensor.is_contiguous();
+  view.is_contiguous = view.numel == 0 || is_contiguous(view.layout);
   // Somebody may have freed the storage (FSDP does between uses of a parameter) or made it smaller under a view; the
   // address is then null, or null and an offset, or one behind the end.
   const ElementType* const type = type_of(view.dtype);

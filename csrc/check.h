@@ -29,6 +29,7 @@ struct Backend {
 struct ListArgument {
   const char* name;
   const Views& tensors;
+  DType code = DType::f32;  // of 8 bits, that it may hold beside floats; f32 for none
 };
 
 // Of an argument, or of the tensor at an index of a list.
@@ -203,11 +204,15 @@ class Call {
     }
   }
 
-  TensorLists lists(std::initializer_list<ListArgument> arguments) const {
+  template <class Arguments = std::initializer_list<ListArgument>>
+  TensorLists lists(const Arguments& arguments) const {
     TensorLists lists;
     const ListArgument& first = *arguments.begin();
     for (const ListArgument& argument : arguments) check_length(argument, first);
-    for (const ListArgument& argument : arguments) add(lists, argument, first, backend.dtypes);
+    for (const ListArgument& argument : arguments) {
+      const AllowedDTypes& floats = backend.dtypes;
+      add(lists, argument, first, argument.code == DType::f32 ? floats : or_codes(floats, argument.code));
+    }
     return lists;
   }
 

@@ -70,10 +70,8 @@ def _step_ops_header(specs) -> str:
     steps = [spec for spec in specs if spec.takes_step]
     includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
     parts = [_HEADER, "#include <initializer_list>\n", '#include "csrc/functors/dtype.h"', *includes, ""]
-    for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
-        rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
-        parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")
-    parts += ["\nnamespace ampctx {\n", *_functors(specs)]
+    rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in steps)
+    parts += [f"#define AMPCTX_STEP_OPS(OP, with) {rows}", "\nnamespace ampctx {\n", *_functors(specs)]
     parts += [
         "struct StateList {",
         "  const char* name;",
@@ -140,17 +138,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampctx.kernels.ops import call, factor, wrote
-from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
 
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
-# Random numbers then count the tensors of the call.
-NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 '''
 
 

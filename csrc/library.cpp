@@ -191,7 +191,7 @@ class StepArguments {
       : states_(states), unscales_(unscales) {
     walked_.push_back({"grads", in.list(unscales)});
     walked_.push_back({"params", in.list(true)});
-    for (const StateList& state : states) walked_.push_back({state.name, in.list(true)});
+    for (const StateList& state : states) walked_.push_back({state.name, in.list(true), state.code});
     walked_.push_back({"extras", in.list(true)});
     for (const char* name : one_element) one_element_.push_back({name, in.list(true)});
     one_element_.push_back({"steps", in.list(true)});
@@ -214,15 +214,11 @@ class StepArguments {
 
   StepCall check(const Call& call, const TensorRule& rule) const {
     StepCall step;
-    std::vector<std::pair<const ListArgument*, AllowedDTypes>> lists;
-    for (size_t i = 0; i < 2 + states_.size(); ++i) {
-      const StateList state = i < 2 ? StateList{"", false, DType::f32, ""} : states_.begin()[i - 2];
-      if (state.is_optional && walked_[i].tensors.empty()) continue;
-      const AllowedDTypes& floats = call.backend.dtypes;
-      lists.emplace_back(&walked_[i], state.code == DType::f32 ? floats : or_codes(floats, state.code));
+    std::vector<ListArgument> lists{walked_[0], walked_[1]};
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (!states_.begin()[i].is_optional || walked_[2 + i].tensors.size() > 0) lists.push_back(walked_[2 + i]);
     }
-    for (const auto& [argument, allowed] : lists) call.check_length(*argument, grads());
-    for (const auto& [argument, allowed] : lists) call.add(step.lists, *argument, grads(), allowed);
+    step.lists = call.lists(lists);
     add_extras(call, step);
     const auto elements = [&](const ListArgument& argument) {
       call.check_length(argument, grads());
@@ -287,24 +283,20 @@ class StepArguments {
   // What goes with codes, and with states that are rounded at random.
   void check_state_types(const Call& call, StepCall& step) const {
     const char *coded = nullptr, *uncoded = nullptr;
-    size_t place = 0;
     for (size_t i = 0; i < states_.size(); ++i) {
-      const StateList& state = states_.begin()[i];
-      const Views& given = walked_[2 + i].tensors;
-      if (state.code == DType::f32) {
-        if (!given.empty()) uncoded = state.name;
+      const auto& [name, given, code] = walked_[2 + i];
+      if (code == DType::f32) {
+        if (!given.empty()) uncoded = name;
         continue;
       }
-      const ListArgument& scales = scales_[place];
+      const ListArgument& scales = scales_[i];  // those that may be codes come first
       DType dtype;
-      if (!given.empty() && to_dtype(given[0].dtype, dtype) && dtype == state.code) {
-        step.scales[place] = check_scales(call, scales);
-        if (!coded) coded = state.name;
+      if (!given.empty() && to_dtype(given[0].dtype, dtype) && dtype == code) {
+        step.scales[i] = check_scales(call, scales);
+        if (!coded) coded = name;
       } else if (!scales.tensors.empty()) {
-        call.refuse(scales.name, "has ", scales.tensors.size(), " tensors, expected none: ", state.name,
-                    " has no codes");
+        call.refuse(scales.name, "has ", scales.tensors.size(), " tensors, expected none: ", name, " has no codes");
       }
-      ++place;
     }
     if (!coded && !step.stochastic_state) return;
     const std::string what = coded ? std::string(coded) + " in codes" : "stochastic_state";
@@ -445,39 +437,17 @@ int register_kernels(const char* ns) {
   return 0;
 }
 
-Kernel find(const std::vector<Op>& ops, const char* name) {
-  for (const Op& op : ops) {
-    if (std::strcmp(op.name, name) == 0) return op.kernel;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
-Kernel kernel_of(const char* op, int32_t device_type) {
-  if (device_type == aoti_torch_device_type_cpu()) return find(ops_of<kCpu>(), op);
-#ifdef AMPCTX_WITH_CUDA
-  if (device_type == aoti_torch_device_type_cuda()) return find(ops_of<kCuda>(), op);
-#endif
-  return nullptr;
-}
-
-namespace {
-
-int register_for(const char* backend, const char* ns) {
-  if (std::strcmp(backend, "cpu") == 0) return register_kernels<kCpu>(ns);
-#ifdef AMPCTX_WITH_CUDA
-  if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
-  if (std::strcmp(backend, "cuda") == 0) return register_kernels<kCuda>(ns);
-#endif
-  return 4;  // built without this backend
-}
-
 // register(backend, namespace): 0, or a code that says why there are no kernels.
 PyObject* register_backend(PyObject*, PyObject* given) {
   const char *backend, *ns;
   if (!PyArg_ParseTuple(given, "ss", &backend, &ns)) return nullptr;
-  return PyLong_FromLong(register_for(backend, ns));
+  int code = 4;  // built without this backend
+  if (std::strcmp(backend, "cpu") == 0) code = register_kernels<kCpu>(ns);
+#ifdef AMPCTX_WITH_CUDA
+  // 3: a torch without CUDA
+  if (std::strcmp(backend, "cuda") == 0) code = aoti_torch_get_current_cuda_stream ? register_kernels<kCuda>(ns) : 3;
+#endif
+  return PyLong_FromLong(code);
 }
 
 PyObject* build_info(PyObject*, PyObject*) {
@@ -499,6 +469,7 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"spread_grads", plan::spread_grads, METH_O, nullptr},
                            {"use_dtensor", plan::use_dtensor, METH_VARARGS, nullptr},
                            {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
+                           {"run", plan::run, METH_VARARGS, nullptr},
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},
                            {"advanced", plan::advanced, METH_O, nullptr},
@@ -508,6 +479,18 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+Kernel kernel_of(const char* name, int32_t device_type) {
+  const std::vector<Op>* ops = device_type == aoti_torch_device_type_cpu() ? &ops_of<kCpu>() : nullptr;
+#ifdef AMPCTX_WITH_CUDA
+  if (device_type == aoti_torch_device_type_cuda()) ops = &ops_of<kCuda>();
+#endif
+  for (size_t i = 0; ops && i < ops->size(); ++i) {
+    if (std::strcmp((*ops)[i].name, name) == 0) return (*ops)[i].kernel;
+  }
+  return nullptr;
+}
+
 }  // namespace ampctx
 
-PyMODINIT_FUNC PyInit__ops() { return ampctx::plan::make_type() ? PyModule_Create(&ampctx::module) : nullptr; }
+PyMODINIT_FUNC PyInit__ops() { return PyModule_Create(&ampctx::module); }

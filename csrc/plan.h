@@ -27,7 +27,7 @@ using python_abi::Reference;
 // Whether a plan runs; kError: with an exception set.
 enum Code { kError = -1, kRuns, kDiffers };
 
-// Given by use_python(), and kept for good.
+// Given by use_python(), and kept for good. Where that did not return True, nobody may call the other functions.
 struct Torch {
   const python_abi::DLPackExchange* exchange = nullptr;
   PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr,
@@ -133,16 +133,14 @@ struct PlannedCall {
   std::vector<int> written;  // columns
 };
 
+// In a capsule. Who holds that keeps the Python objects, where the garbage collector sees them.
+constexpr const char* kCapsule = "ampctx._ops.plan";
 struct State {
-  PyObject *kept, *groups, *members, *mappings, *idle;  // `kept` keeps the others, and the columns
+  PyObject *groups, *members, *mappings, *idle;
   std::vector<Column> columns;
   std::vector<PlannedCall> calls;
   std::vector<const void*> seen;  // of `is_shared`
   bool is_running = false;
-};
-
-struct Plan {
-  PyObject_HEAD State* state;
 };
 
 // A loop over many small tensors waits for memory most of all.
@@ -405,27 +403,24 @@ inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObje
     if (const Code code = read_column(column)) return code;
   }
   if (!may_share && is_shared(state)) return kDiffers;
-  if (PyList_Size(arguments) != static_cast<Py_ssize_t>(state.calls.size())) {
-    PyErr_SetString(PyExc_TypeError, "a plan takes the arguments of each of its calls");
-    return kError;
-  }
   std::vector<Given> given(state.calls.size());
   for (size_t i = 0; i < given.size(); ++i) {
-    if (!given[i].take(state, state.calls[i], PyList_GetItem(arguments, i)))
-      return PyErr_Occurred() ? kError : kDiffers;
+    PyObject* const of_call = PyList_GetItem(arguments, i);
+    if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
   }
   if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return kError;
   return kRuns;
 }
 
-// run(groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
-inline PyObject* run(PyObject* self, PyObject* given) {
-  PyObject *groups, *arguments, *grads;
+// run(plan, groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
+inline PyObject* run(PyObject*, PyObject* given) {
+  PyObject *plan, *groups, *arguments, *grads;
   int may_share, takes;
-  if (!PyArg_ParseTuple(given, "OOOpp", &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
-  State* const state = reinterpret_cast<Plan*>(self)->state;
+  if (!PyArg_ParseTuple(given, "OOOOpp", &plan, &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
+  State* const state = static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule));
+  if (!state) return nullptr;
   // It may be running: Python code runs where an object dies.
-  if (!state || state->is_running) return Py_NewRef(Py_None);
+  if (state->is_running) return Py_NewRef(Py_None);
   state->is_running = true;
   const Code code = run_once(*state, groups, arguments, grads, may_share, takes);
   PyObject* result = code == kError ? nullptr : code == kDiffers ? Py_NewRef(Py_None) : PyList_New(0);
@@ -501,43 +496,16 @@ inline bool add_calls(State& state, PyObject* calls) {
   return true;
 }
 
-inline int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (State* const state = reinterpret_cast<Plan*>(self)->state) Py_VISIT(state->kept);
-  return 0;
-}
-
-inline int clear(PyObject* self) {
-  // All that it refers to is in `kept`: without that no run is possible, and nobody can call one any more.
-  State* const state = std::exchange(reinterpret_cast<Plan*>(self)->state, nullptr);
-  if (state) Py_CLEAR(state->kept);
-  delete state;
-  return 0;
-}
-
-inline void deallocate(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DecRef(reinterpret_cast<PyObject*>(type));
-}
-
-inline PyTypeObject* type = nullptr;
-
 // While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
 class PlainGetters {
  public:
-  PlainGetters() : guard_(torch.exchange ? PyObject_CallObject(torch.plain_getters, nullptr) : nullptr) {
-    call("__enter__", 0);
-  }
-  ~PlainGetters() { call("__exit__", 3); }
+  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", nullptr); }
+  ~PlainGetters() { call("__exit__", "OOO"); }
 
  private:
-  void call(const char* method, int arguments) {
-    if (!guard_) return PyErr_Clear();
-    const Reference done(arguments ? PyObject_CallMethod(guard_.get(), method, "OOO", Py_None, Py_None, Py_None)
-                                   : PyObject_CallMethod(guard_.get(), method, nullptr));
+  void call(const char* method, const char* arguments) {
+    const Reference done(guard_ ? PyObject_CallMethod(guard_.get(), method, arguments, Py_None, Py_None, Py_None)
+                                : nullptr);
     if (!done) PyErr_Clear();
   }
   Reference guard_;
@@ -554,8 +522,7 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
     View view;
-    if (!torch.exchange || !tensor || !is_plain(tensor) || !read(tensor, view))
-      return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!tensor || !is_plain(tensor) || !read(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
     const Reference version(torch.get_version(torch.version, tensor, nullptr));
     if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
@@ -573,9 +540,7 @@ inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    if (!torch.exchange || !tensor || !(is_plain(tensor) || is_sharded(tensor))) {
-      return PyErr_Clear(), Py_NewRef(Py_None);
-    }
+    if (!tensor || !(is_plain(tensor) || is_sharded(tensor))) return PyErr_Clear(), Py_NewRef(Py_None);
     if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
   }
   return PyBool_FromLong(true);
@@ -590,7 +555,7 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
   const auto none = [] { return Reference(Py_NewRef(Py_None)); };
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const param = PyList_GetItem(params, i);
-    if (!torch.exchange || !(is_sharded(param) || is_plain(param))) return Py_NewRef(Py_None);
+    if (!is_sharded(param) && !is_plain(param)) return Py_NewRef(Py_None);
     Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part;
     if (grad && grad.get() != Py_None) {
       const bool has_parts = is_sharded(grad.get());
@@ -614,7 +579,6 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
 inline PyObject* have_members(PyObject*, PyObject* given) {
   PyObject *groups, *members;
   if (!PyArg_ParseTuple(given, "OO", &groups, &members)) return nullptr;
-  if (!torch.exchange) return Py_NewRef(Py_None);
   return PyBool_FromLong(same_members(groups, members));
 }
 
@@ -630,23 +594,19 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), size);
 }
 
-// make_plan(groups, members, mappings, idle, owners, calls): a Plan, or None where a plan cannot make the calls. It
-// keeps the first five; `owners` are those of the columns.
+// make_plan(groups, members, mappings, idle, calls): a plan, or None where it cannot make the calls. The caller keeps
+// the first four, and the owners of the columns.
 inline PyObject* make_plan(PyObject*, PyObject* given) {
   auto state = std::make_unique<State>();
   PyObject* calls;
-  PyObject* owners;
-  if (!PyArg_ParseTuple(given, "OOOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &owners,
-                        &calls)) {
+  if (!PyArg_ParseTuple(given, "OOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &calls)) {
     return nullptr;
   }
-  if (!torch.exchange || !add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-  // Without the calls, which have gradients.
-  if (self) state->kept = PyTuple_Pack(5, state->groups, state->members, state->mappings, state->idle, owners);
-  if (!self || !state->kept) return Py_XDECREF(self), nullptr;
-  reinterpret_cast<Plan*>(self)->state = state.release();
-  return self;
+  if (!add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  const auto free = [](PyObject* plan) { delete static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule)); };
+  PyObject* const plan = PyCapsule_New(state.get(), kCapsule, free);
+  if (plan) state.release();
+  return plan;
 }
 
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
@@ -655,7 +615,7 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
     PyObject* const tensors = PyTuple_GetItem(lists, i);
     if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
-    if (!torch.exchange || !given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
+    if (!given.take_list(tensors)) return PyErr_Clear(), PyBool_FromLong(false);
   }
   const Views& first = *given.lists[0];
   if (first.empty()) return PyBool_FromLong(false);
@@ -711,18 +671,6 @@ inline PyObject* use_dtensor(PyObject*, PyObject* given) {
     torch = found;
   }
   return Py_NewRef(Py_None);
-}
-
-inline bool make_type() {
-  static PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr}, {}};
-  static PyType_Slot slots[] = {{Py_tp_methods, methods},
-                                {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-                                {0, nullptr}};
-  static PyType_Spec spec = {"ampctx._ops.Plan", sizeof(Plan), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  return (type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec)));
 }
 
 }  // namespace plan

@@ -61,7 +61,6 @@ AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
 AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle tensor, int64_t* elements);
 AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t* bytes);
-AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* contiguous);
 AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
 AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
@@ -171,7 +170,6 @@ class Tensor {
   AMPCTX_GETTER(int64_t*, strides, aoti_torch_get_strides)
   AMPCTX_GETTER(int64_t, storage_offset, aoti_torch_get_storage_offset)
   AMPCTX_GETTER(int64_t, storage_bytes, aoti_torch_get_storage_size)
-  AMPCTX_GETTER(bool, is_contiguous, aoti_torch_is_contiguous)
   AMPCTX_GETTER(const void*, data, torch_get_const_data_ptr)
   AMPCTX_GETTER(void*, mutable_data, torch_get_mutable_data_ptr)
 

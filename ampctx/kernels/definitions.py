@@ -68,19 +68,13 @@ def _fake_norms(tensors, found_inf, *args):
     like = tensors[0] if tensors else found_inf
     dtype = reference.compute_dtype(*tensors)
     n = len(tensors) if per_tensor else 0
-    return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
-
-
-def _fake_norms_and_update(*args):
-    norm, each = _fake_norms(*args)
-    return norm, each, torch.empty_like(norm)
+    again = [()] if len(args) > 2 else []  # with an update, the total a second time
+    return tuple(like.new_empty(size, dtype=dtype) for size in ((), n, *again))
 
 
 FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(FALLBACKS, _fake_nothing),
-    "multi_tensor_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
+    **{name: _fake_norms for name in FALLBACKS if "l2norm" in name},
     "block_factors": lambda scale: tuple(scale.new_empty(()) for _ in range(3)),
 }
 

@@ -67,8 +67,8 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # The library; None if it is not there.
-    module: Any = None
+    # The library where it makes plans; else None.
+    plans: Any = None
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -151,13 +151,17 @@ def _open(path: Path) -> Any:
         library = module_from_spec(spec)  # type: ignore[arg-type]
     except ImportError as error:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if PLANS and exchange is not None:
-        # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
-        version: Any = Tensor._version
-        getters = Tensor.grad, version, increment_version, Tensor.is_neg
-        library.use_python(exchange, *getters, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass)
     return library
+
+
+def _makes_plans(library: Any) -> bool:
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if not PLANS or exchange is None:
+        return False
+    # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
+    version: Any = Tensor._version
+    getters = Tensor.grad, version, increment_version, Tensor.is_neg
+    return bool(library.use_python(exchange, *getters, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass))
 
 
 def _register(library: Any, backend: str, namespace: str) -> None:
@@ -202,7 +206,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register(library, "cpu", namespace)
         build = json.loads(library.build_info())
-        found = Extension(True, ("cpu",), build, "", library)
+        found = Extension(True, ("cpu",), build, "", library if _makes_plans(library) else None)
     except ExtensionError as error:
         if required:
             raise

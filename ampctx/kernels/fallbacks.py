@@ -79,10 +79,7 @@ def _check_list(
         raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, expected {len(first)}")
     for i, (t, like) in enumerate(zip(tensors, first, strict=True)):
         where = f"{op}: {name}[{i}]"
-        if numel is None:
-            _check(where, t, dtypes, first[0].device, like.numel(), like)
-        else:
-            _check(where, t, dtypes, first[0].device, numel(like))
+        _check(where, t, dtypes, first[0].device, (numel or Tensor.numel)(like), None if numel else like)
         if t.dtype != tensors[0].dtype:
             raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
 

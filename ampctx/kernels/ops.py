@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._plan import PLANS
 from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
@@ -86,9 +85,9 @@ def noted() -> Iterator[list[OpCall]]:
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     """Whether they are plain contiguous tensors, of one device and for each list of one dtype, and agree in size. False
     where that is not known."""
-    if not PLANS or extension.module is None or is_watched() or not lists[0]:
+    if extension.plans is None or is_watched() or not lists[0]:
         return False
-    return extension.serves(lists[0][0].device.type) and bool(extension.module.are_uniform(lists))
+    return extension.serves(lists[0][0].device.type) and bool(extension.plans.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ampctx._plan import PLANS
 from ampctx.kernels.ops import extension, is_watched, raise_out_of_memory
 from ampctx.kernels.sharding import dtensor
 from ampctx.kernels.tensor_loops import all_none, grad_of, same_items, version_of
@@ -34,8 +33,8 @@ class PlannedCall(NamedTuple):
 class Plan:
     """The calls of one step, or of the end of a block. It does not keep gradients, nor entries of dicts."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, made: Any, kept: tuple[Any, ...]) -> None:
+        self._made, self._kept = made, kept  # C has bare pointers to what is kept
 
     def run(
         self,
@@ -54,7 +53,7 @@ class Plan:
         takes: set ``.grad`` of gradients that no call writes to None.
         """
         try:
-            found: list[list[Tensor]] | None = self._made.run(groups, arguments, grads, may_share, takes)
+            found: list[list[Tensor]] | None = _run(self._made, groups, arguments, grads, may_share, takes)
             return found
         except RuntimeError as error:
             raise_out_of_memory(error)
@@ -75,33 +74,33 @@ def make_plan(
     """
     columns = [column for call in calls for column in call.columns]
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
-    if not PLANS or extension.module is None or is_watched() or not isinstance(first, Tensor):
+    if extension.plans is None or is_watched() or not isinstance(first, Tensor):
         return None
     if not extension.serves(first.device.type):
         return None
     _use_dtensor()
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     # A column by its owners, so that the lists of a call which are one list are read once.
-    members, given = [list(group["params"]) for group in groups], [tuple(call) for call in calls]
-    made = extension.module.make_plan(list(groups), members, list(mappings), list(idle), owners, given)
-    return None if made is None else Plan(made)
+    kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
+    made = extension.plans.make_plan(*kept, [tuple(call) for call in calls])
+    return None if made is None else Plan(made, (*kept, owners))
 
 
 # --- what is as it was: in C, and in a loop of Python's for what is no plain tensor -----------------------------------
 
 
 def _in_c(name: str) -> Callable[..., Any]:
-    return getattr(extension.module, name) if PLANS and extension.module is not None else lambda *given: None
+    return getattr(extension.plans, name) if extension.plans is not None else lambda *given: None
 
 
-_have_members, _have_no_grads, _marks = map(_in_c, ("have_members", "have_no_grads", "marks"))
+_have_members, _have_no_grads, _marks, _run = map(_in_c, ("have_members", "have_no_grads", "marks", "run"))
 
 
 def _use_dtensor() -> None:
     if kind := dtensor():
         # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
         # guards them.
-        extension.module.use_dtensor(kind, kind._local_tensor, kind._spec)
+        extension.plans.use_dtensor(kind, kind._local_tensor, kind._spec)
 
 
 class SpreadGrads(NamedTuple):
@@ -115,10 +114,10 @@ class SpreadGrads(NamedTuple):
 
 def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
     """None where C cannot read a tensor, or a gradient is laid out otherwise than its parameter. No host sync."""
-    if not PLANS or extension.module is None or is_watched():
+    if extension.plans is None or is_watched():
         return None
     _use_dtensor()
-    found = extension.module.spread_grads(params)
+    found = extension.plans.spread_grads(params)
     return None if found is None else SpreadGrads(*found)
 
 
@@ -147,8 +146,8 @@ def marks(tensors: list[Tensor]) -> bytes:
 
 def advanced(former: bytes) -> bytes:
     """The marks of tensors that one write each has changed since."""
-    if extension.module is not None:
-        return bytes(extension.module.advanced(former))
+    if extension.plans is not None:
+        return bytes(extension.plans.advanced(former))
     numbers = array("q", former)
     for i in range(0, len(numbers), 2):
         numbers[i] += 1

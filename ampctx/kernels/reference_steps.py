@@ -30,6 +30,8 @@ from ampctx.kernels.spec import SPECS
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Random numbers then count the tensors of the call.
+NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 # --- write back -------------------------------------------------------------------------------------------------------
@@ -354,13 +356,10 @@ def larc(o: Options) -> None:
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
 
-_NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
-
-
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec = SPECS[op]
-    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": _NO_NUMBERS, "norms": None}
+    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": NO_NUMBERS, "norms": None}
     o = SimpleNamespace(**{**defaults, **{state.scales: [] for state in spec.coded}, **given})
     if not spec.takes_step:
         return larc(o)

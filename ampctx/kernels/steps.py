@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampctx.kernels.ops import call, factor, wrote
-from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
 
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
-# Random numbers then count the tensors of the call.
-NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def adam(

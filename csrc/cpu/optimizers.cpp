@@ -1,5 +1,6 @@
 // The optimizers on the CPU: functors/<op>.h. A step over the blocks of tensor lists advances step counts, loads
 // weights from params and extras, runs the optimizer's loop, and stores weights into params and extras.
+#include <array>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -184,7 +185,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
 // The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the
 // second walk recomputes u from the stored m and v, and takes the step. Without a trust ratio one walk does both.
 template <class T>
-void lamb_as(const Context& context, const StepCall& call, const LambOptions& options) {
+void step_as(const Context& context, const StepCall& call, const LambOptions& options) {
   struct Buffers : StepAccess<T>::Buffers {
     typename BlockAccess<T>::Buffer u;
   };
@@ -233,26 +234,38 @@ void lamb_as(const Context& context, const StepCall& call, const LambOptions& op
   });
 }
 
-// A walk for the norms, then one that rewrites the gradients.
-template <class T>
-void larc_as(const Context& context, const StepCall& call, const LarcOptions& options) {
+// The norms of the unscaled gradients, and with count 2 of the parameters, of each non-empty tensor.
+template <int count, class T>
+std::vector<std::array<T, count>> norms_of(const Context& context, const StepCall& call, bool inf_norm = false) {
   const BlockAccess<T> access(call.lists, simd());
-  const auto norm = arithmetic<T>(simd()).l2norm;
-  const auto loop = optimizer_loops<T>(simd()).layers.larc;
-  const T inv_scale = static_cast<T>(call.inv_scale.value), lr = static_cast<T>(call.lr.value);
+  const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
+  const T factor[] = {static_cast<T>(call.inv_scale.value), 1};
   double* const partial = static_cast<double*>(call.norms);
   for_each_block(context, call.lists, [&](const Block& block) {
-    typename BlockAccess<T>::Buffer buffer;
-    double* const sums = partial + 2 * block.number;
-    norm(access.read(0, block, buffer), block.size, inv_scale, &sums[0]);
-    norm(access.read(1, block, buffer), block.size, 1, &sums[1]);
+    for (int list = 0; list < count; ++list) {
+      typename BlockAccess<T>::Buffer buffer;
+      norm(access.read(list, block, buffer), block.size, factor[list], &partial[count * block.number + list]);
+    }
   });
+  std::vector<std::array<T, count>> norms(call.lists.numel.size());
+  const auto keep = [&](int64_t tensor, const double (&total)[count]) {
+    for (int list = 0; list < count; ++list) {
+      norms[tensor][list] = static_cast<T>(inf_norm ? total[list] : std::sqrt(total[list]));
+    }
+  };
+  for_each_total<count>(call.lists, partial, keep, inf_norm);
+  return norms;
+}
+
+// A walk for the norms, then one that rewrites the gradients.
+template <class T>
+void step_as(const Context& context, const StepCall& call, const LarcOptions& options) {
+  const BlockAccess<T> access(call.lists, simd());
+  const auto loop = optimizer_loops<T>(simd()).layers.larc;
+  const T inv_scale = static_cast<T>(call.inv_scale.value), lr = static_cast<T>(call.lr.value);
   const Larc<T> larc(options);
   std::vector<LarcRate<T>> rates;
-  rates.reserve(call.lists.numel.size());
-  for_each_total<2>(call.lists, partial, [&](int64_t, const double (&sum)[2]) {
-    rates.push_back(larc_rate(larc, lr, static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1]))));
-  });
+  for (const auto& [of_g, of_w] : norms_of<2, T>(context, call)) rates.push_back(larc_rate(larc, lr, of_g, of_w));
   for_each_block(context, call.lists, [&](const Block& block) {
     typename BlockAccess<T>::Buffer grads, params;
     T* const g = access.update(0, block, grads);
@@ -261,36 +274,16 @@ void larc_as(const Context& context, const StepCall& call, const LarcOptions& op
   });
 }
 
-// The norms of the unscaled gradients, one per non-empty tensor.
 template <class T>
-std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool inf_norm) {
-  const BlockAccess<T> access(call.lists, simd());
-  const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
-  const T inv_scale = static_cast<T>(call.inv_scale.value);
-  double* const partial = static_cast<double*>(call.norms);
-  for_each_block(context, call.lists, [&](const Block& block) {
-    typename BlockAccess<T>::Buffer buffer;
-    norm(access.read(0, block, buffer), block.size, inv_scale, &partial[block.number]);
-  });
-  std::vector<T> norms;
-  norms.reserve(call.lists.numel.size());
-  const auto keep = [&](int64_t, const double (&total)[1]) {
-    norms.push_back(static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0])));
-  };
-  for_each_total<1>(call.lists, partial, keep, inf_norm);
-  return norms;
-}
-
-template <class T>
-void novograd_as(const Context& context, const StepCall& call, const NovogradOptions& options) {
+void step_as(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const PerTensor& exp_avg_sqs = call.one_element[0];
   const NovoGrad<T> novograd(options);
   TensorScalars<T>* const scalars = advance_steps<T>(call);
-  const std::vector<T> norms = gradient_norms<T>(context, call, options.inf_norm);
+  const auto norms = norms_of<1, T>(context, call, options.inf_norm);
   int64_t number = 0;
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
     const bool has_elements = number < call.lists.size() && call.lists.index[number] == i;
-    const T norm = has_elements ? norms[number] : 0;
+    const T norm = has_elements ? norms[number][0] : 0;
     const T n = blend_norm(novograd, *call.steps[i] == 1, static_cast<T>(*exp_avg_sqs[i]), norm);
     *exp_avg_sqs[i] = static_cast<float>(n);
     if (!has_elements) continue;
@@ -301,7 +294,7 @@ void novograd_as(const Context& context, const StepCall& call, const NovogradOpt
 }
 
 template <class T, class Options, class... Optimizers>
-void step_as(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
+void step_by(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
   const StepLoops<T>& loops = optimizer_loops<T>(simd()).steps;
   const TensorScalars<T>* const scalars = advance_steps<T>(call);
   ((call.states() == Optimizers::kStates ? update<T, Optimizers>(context, call, scalars, Optimizers(options), loops)
@@ -309,35 +302,21 @@ void step_as(const Context& context, const StepCall& call, const Options& option
    ...);
 }
 
-// Calls step(T{}) with the type that the call computes in, unless its found_inf is set.
-template <class Step>
-void take(const StepCall& call, const Step& step) {
-  if (call.found_inf.is_set()) return;
-  call.lists.computes_in_f64() ? step(double{}) : step(float{});
+// Of the ops that the functions above do not name.
+template <class T, class Options>
+void step_as(const Context& context, const StepCall& call, const Options& options) {
+  step_by<T>(context, call, options, decltype(functors_of<T>(options)){});
 }
 
 }  // namespace
 
-void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  take(call, [&](auto zero) { lamb_as<decltype(zero)>(context, call, options); });
-}
-
-void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
-  take(call, [&](auto zero) { larc_as<decltype(zero)>(context, call, options); });
-}
-
-void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
-  take(call, [&](auto zero) { novograd_as<decltype(zero)>(context, call, options); });
-}
-
-#define AMPCTX_STEP(op, Options, unused)                                          \
-  void op(const Context& context, const StepCall& call, const Options& options) { \
-    take(call, [&](auto zero) {                                                   \
-      using T = decltype(zero);                                                   \
-      step_as<T>(context, call, options, decltype(functors_of<T>(options)){});    \
-    });                                                                           \
+#define AMPCTX_STEP(op, Options, unused)                                                                             \
+  void op(const Context& context, const StepCall& call, const Options& options) {                                    \
+    if (call.found_inf.is_set()) return;                                                                             \
+    call.lists.computes_in_f64() ? step_as<double>(context, call, options) : step_as<float>(context, call, options); \
   }
-AMPCTX_ELEMENTWISE_OPS(AMPCTX_STEP, )
+AMPCTX_STEP_OPS(AMPCTX_STEP, )
+AMPCTX_STEP(larc, LarcOptions, )
 #undef AMPCTX_STEP
 
 }  // namespace ampctx::cpu

@@ -15,7 +15,7 @@ from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels import definitions
 from ampctx.kernels import reference as _reference
-from ampctx.kernels.steps import NO_NUMBERS
+from ampctx.kernels.reference_steps import NO_NUMBERS
 
 DEVICE = torch.device("meta")
 

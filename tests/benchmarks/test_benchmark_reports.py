@@ -51,8 +51,7 @@ def test_a_case_has_times_ratios_by_round_and_a_bound():
 
 def test_rounds_are_interleaved_and_warmed_up():
     calls = []
-    contenders = {who: lambda n, who=who: calls.append((n, who)) or {"ms": float(n)} for who in "abc"}
-    samples = measuring.interleave(contenders, 4)
+    samples = measuring.interleave("abc", lambda who, n: calls.append((n, who)) or {"ms": float(n)}, 4)
     assert samples == {who: {"ms": [0.0, 1.0, 2.0, 3.0]} for who in "abc"}
     rounds = [[who for n, who in calls if n == number] for number in range(-measuring.WARMUP_ROUNDS, 4)]
     assert [n for n, _ in calls] == sorted(n for n, _ in calls)

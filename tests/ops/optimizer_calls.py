@@ -12,9 +12,8 @@ from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENC
 from torch import Tensor
 
 from ampctx.kernels import codes
-from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
 from ampctx.kernels.spec import SPECS
-from ampctx.kernels.steps import NO_NUMBERS
 
 LOW = (torch.float16, torch.bfloat16)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

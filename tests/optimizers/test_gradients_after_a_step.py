@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ampctx
-from ampctx.kernels import definitions, ops, plan
+from ampctx.kernels import definitions, ops
 from ampctx.optimizers import FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
@@ -39,8 +39,7 @@ def plain_torch():
 def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(ops, "_ops", request.getfixturevalue("plain_torch"))
-        monkeypatch.setattr(ops, "PLANS", False)
-        monkeypatch.setattr(plan, "PLANS", False)
+        monkeypatch.setattr(ops.extension, "plans", None)
 
 
 def scaled(scaler_type=ampctx.GradScaler, scale=64.0):
