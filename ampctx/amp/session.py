@@ -232,7 +232,7 @@ class AmpSession:
         for model in model_list:
             reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
-        setup.check(model_list, optimizer_list, self._bindings)
+        setup.check(model_list, optimizer_list, self._bindings, policy.keeps_masters)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
         sharded = {model: plan for model, plan in plans if plan is not None}
