@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, map_floating
+from ampctx.casts.forward_errors import note_dtypes
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -202,12 +203,14 @@ class _CastInputs(ModelHook):
 
 
 class _CastOutputs(ModelHook):
-    """A forward hook."""
+    """A forward hook. ``low``: the 16-bit type in which a model computes, for a note on an error that leaves it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, low: torch.dtype | None = None) -> None:
+        self.dtype, self.low = dtype, low
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if output is None and self.low is not None:
+            note_dtypes(module, self.low)
         return map_floating(output, self.dtype)
 
 
@@ -225,7 +228,9 @@ def install_io_casts(
             cast, prepend = _CastInputs(input_dtype), is_fully_sharded(model)
             stack.callback(model.register_forward_pre_hook(cast, prepend=prepend, with_kwargs=True).remove)
         if output_dtype is not None:
-            stack.callback(model.register_forward_hook(_CastOutputs(output_dtype), prepend=not outputs_last).remove)
+            low = input_dtype if input_dtype in LOW_PRECISION else None
+            hook, first = _CastOutputs(output_dtype, low), not outputs_last
+            stack.callback(model.register_forward_hook(hook, prepend=first, always_call=low is not None).remove)
         return stack.pop_all().close
 
 
