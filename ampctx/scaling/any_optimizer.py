@@ -76,7 +76,7 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     dict of these."""
     found = [optimizer]
     for one in found:
-        for value in vars(one).values():
+        for value in getattr(one, "__dict__", {}).values():
             inside = (
                 value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]
             )
