@@ -352,6 +352,11 @@ class MasterParams:
             if id(master) in written and id(p) not in written:
                 rounded.append((p, master))
             elif self.unsure or id(p) in written:
+                if p.numel() and not p.untyped_storage().nbytes():
+                    raise AmpError(
+                        f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see "
+                        "whether its fp32 master has to follow. Restore the storage and its values before that."
+                    )
                 master.copy_(resynced(p, master))
         if rounded:
             params, masters = map(list, zip(*rounded, strict=True))
