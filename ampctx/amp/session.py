@@ -161,9 +161,10 @@ class AmpSession:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
-                Apply ``fully_shard`` (any level but O3) or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5
-                fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the level.
+            models: a module or a list of modules, fp32, on any device. Frozen parameters may have the level's 16-bit
+                type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
+                tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
+                without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
@@ -232,7 +233,7 @@ class AmpSession:
             misuse.refuse_models_under_amp(model_list, self)
         for model in model_list:
             reshard_units(model)
-        casting.check_models(model_list, self.allow_incoming_model_not_fp32)
+        casting.check_models(model_list, self.allow_incoming_model_not_fp32, policy.input_dtype)
         setup.check(model_list, optimizer_list, self._bindings, policy.keeps_masters)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
