@@ -1,11 +1,13 @@
 """Reads the entries of checkpoints. ``where``: the place of an entry, for messages."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ampctx._errors import AmpKeyError, AmpTypeError
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
 
+# The number in every format of ampctx, for a change that this version would misread. States without one are of 1.
+FORMAT = 1
 _NAMES = {Mapping: "dict", (list, tuple): "list"}
 
 
@@ -27,3 +29,21 @@ def plain(value: Any) -> Any:
     """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 and hasattr(value, "item") else value
+
+
+def check_format(state: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
+    number = plain(state.get("format", FORMAT))
+    typed(number, int, f'{where}["format"]')
+    if number > FORMAT:
+        new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
+        raise AmpValueError(
+            f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
+            f"{new}. Load it with the version that saved it, or a later one."
+        )
+
+
+def check_known(state: Mapping[Any, Any], where: str, known: Collection[str]) -> None:
+    """Raises AmpKeyError for entries that this version does not know, so that none is lost in silence."""
+    if unknown := [f'"{key}"' for key in state if key not in known]:
+        raise AmpKeyError(f"{where} has {listed(unknown)}, which this version of ampctx does not load")

@@ -19,7 +19,7 @@ PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text
 HEADINGS = re.findall(r"^## (.*)$", PAGE, flags=re.M)
 # No message, or one of a device or an installation; where the other tests have them.
 ELSEWHERE = {
-    "The loss scale goes to 0, or the loss is nan",  # the page's own program
+    "The loss scale goes to 0, or the loss is nan",  # guide/debug_nans.md's program
     "are unsafe to autocast",  # of torch on CUDA; that of ampctx is below
     "ampctx runs on plain torch on CUDA, slower",  # test_extension.py
     "differ between ranks",  # reliability/test_rank_safety.py
@@ -221,6 +221,36 @@ def layer_replaced():
     optimizer.step()
 
 
+def stepped_past_the_masters():
+    model = nn.Linear(4, 2)
+    kept = list(model.parameters())
+
+    class Keeps(torch.optim.SGD):
+        def step(self):
+            for p in kept:
+                p.data.sub_(p.data)
+
+    model, optimizer = amp.initialize(model, Keeps(kept, lr=0.1), opt_level="O2")
+    for _ in range(2):
+        backward(model, optimizer, 1e-3)
+        optimizer.step()
+
+
+class Masks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.eye(8, 2) > 0, -1e9)
+
+
+class Scatters(nn.Linear):
+    def forward(self, x):
+        return torch.zeros(1, 2).index_add_(0, torch.zeros(8, dtype=torch.long), super().forward(x))
+
+
+class Distances(nn.Linear):
+    def forward(self, x):
+        return torch.cdist(x, x)
+
+
 def state_of_a_disabled_scaler():
     state = torch.amp.GradScaler("cpu", enabled=False).state_dict()
     ampctx.GradScaler("cpu").load_state_dict(state)
@@ -236,6 +266,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("expected scalar type Half but found Float", fp32_tensor_meets_fp16),
     ("mat1 and mat2 must have the same dtype", forward_goes_around_casts),
     ("mat1 and mat2 must have the same dtype", layer_called_from_outside),
+    ("must have the same scalar type", lambda: training("O1", Scatters(4, 2))[0](X)),
+    (
+        "value cannot be converted to type c10::Half without overflow",
+        lambda: training("O1", Masks(4, 2))[0](X),
+    ),
+    ("not implemented for 'Half'", lambda: training("O2", Distances(4, 2))[0](X)),
     ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
     ("No inf checks were recorded prior to update.", update_without_step),
     *(
@@ -275,6 +311,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("see gradients multiplied by the loss scale", clipped_in_a_hook),
     ("the loss scale fell to", one_bad_batch_in_three),
     ("got gradients and are in no optimizer", layer_replaced),
+    ("has changed no fp32 master weight", stepped_past_the_masters),
     ("The source state dict is empty", state_of_a_disabled_scaler),
     ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),
     ("Unexpected optimization level '02'", zero_for_the_letter),

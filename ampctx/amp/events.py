@@ -17,7 +17,7 @@ from ampctx._decorators import outside_of_graphs
 from ampctx._errors import listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, is_to_tell
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, StepOutcome, is_to_tell
 
 logger = logging.getLogger("ampctx")
 
@@ -44,12 +44,15 @@ class BlockFacts(NamedTuple):
 
 class StepFacts(NamedTuple):
     """A step, its gradients unscaled. ``stepped``: ids of the model's parameters that it steps, and of all that have a
-    master. ``by_scaler``: a GradScaler has called it."""
+    master. ``masters``: those in groups whose lr is not 0. ``by_scaler``: a GradScaler has called it. ``former``: the
+    outcome of the step before."""
 
     optimizer: Any
     stepped: set[int]
+    masters: list[Tensor]
     has_grads: bool
     by_scaler: bool
+    former: StepOutcome | None
 
 
 @dataclass(eq=False)

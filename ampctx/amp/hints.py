@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
+from ampctx.casts.arguments import LOW_PRECISION
+from ampctx.kernels.plan import marks
 
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
@@ -28,6 +30,9 @@ class Hints:
         # The first optimizer of a block and its loss id, once a backward went through the scaled loss.
         self.proved: set[tuple[int, int]] = set()
         self.in_blocks = weakref.WeakSet[Any]()
+        # Optimizers of which no step has changed a master yet, with what to compare at their next step.
+        self.still = weakref.WeakKeyDictionary[Any, tuple](dict.fromkeys(run.optimizers, ()))
+        self.aside: dict[str, bytes] = {}
         self.unused = {i for i, moves in enumerate(run.moves) if moves}
         self.heard = [(name, heard, getattr(self, name)) for name, heard in vars(events).items()]
         for _, heard, listener in self.heard:
@@ -79,13 +84,18 @@ class Hints:
         self.steps[step.optimizer] += 1
         if self.is_start:
             self._look_at_gradients(step)
+            self._look_at_models(step)
+        if step.optimizer in self.still:
+            self._look_at_masters(step)
         steps = min(self.steps.values())
         if steps >= FIRST_STEPS:
             self.is_start = False
             self.leave("left")
         if steps >= self.until:
             self._look_at_losses()
-            self.leave("entered", "stepping")
+            self.leave("entered")
+            if not self.still or steps >= ENOUGH_STEPS:
+                self.leave("stepping")
 
     def _look_at_gradients(self, step: StepFacts) -> None:
         call = f"{type(step.optimizer).__name__}.step()"
@@ -121,6 +131,42 @@ class Hints:
                 "them. Make the optimizer after the last change of the model, call optimizer.add_param_group(...) for "
                 "new parameters, or set requires_grad_(False) on parameters that should not train. "
                 "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
+            )
+
+    def _look_at_models(self, step: StepFacts) -> None:
+        """At models in 16 bits without an optimizer, which may hold an average."""
+        stepped = step.stepped.union(id(p) for o in self.steps for group in o.param_groups for p in group["params"])
+        idle = [model for model in self.names.by_model() if stepped.isdisjoint(map(id, model.values()))]
+        params = {name: p for model in idle for name, p in model.items() if p.dtype in LOW_PRECISION}
+        former, self.aside = self.aside, {name: marks([p]) for name, p in params.items()}
+        if names := [f'"{name}"' for name, now in self.aside.items() if former.get(name, now) != now]:
+            self.say(
+                "averages",
+                f"amp: {listed(names)} changed between two steps, are in no optimizer and have no fp32 master. An "
+                "average in 16 bits loses small changes. Keep that model in fp32, out of amp.initialize, and average "
+                "amp.master_params(optimizer). See docs/guide/schedulers.md#schedulers-swa-and-ema.",
+            )
+
+    def _look_at_masters(self, step: StepFacts) -> None:
+        """At whether a step that ran on gradients has changed a master."""
+        before, former = self.still[step.optimizer], step.former
+        if before and before[0] is former:
+            return  # a later evaluation of its closure
+        # Some values, too, because optimizers that write through ``.data`` change no version.
+        here = [master.detach().reshape(-1)[:8] for master in step.masters if master.device == step.masters[0].device]
+        now = marks(step.masters), torch.cat(here[:64] or [torch.empty(0)])
+        is_same = bool(here and before) and before[1] == now[0] and torch.equal(before[2], now[1])
+        if here and (not before or (is_same and former is not None and former.skipped)):
+            self.still[step.optimizer] = (former, *now) if step.has_grads else ()
+            return
+        del self.still[step.optimizer]
+        if is_same:
+            self.say(
+                f"still {id(step.optimizer)}",
+                f"{type(step.optimizer).__name__}.step() has changed no fp32 master weight, so the model does not "
+                "train. It steps other tensors: those of an optimizer inside it, or parameters that it has kept. Step "
+                "the tensors of its param_groups, or pass the optimizers inside it to amp.initialize. "
+                "See docs/errors.md#has-changed-no-fp32-master-weight.",
             )
 
     def _look_at_losses(self) -> None:

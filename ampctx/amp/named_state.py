@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx._saved import entry, plain, typed
+from ampctx._saved import FORMAT, check_format, check_known, entry, plain, typed
 from ampctx._version import __version__
 from ampctx.amp import ranks
 from ampctx.amp import state as amp_state
 from ampctx.amp.methods import CHECKPOINT_SAVER, called_by
 from ampctx.amp.setup import as_list, is_optimizer
-from ampctx.amp.state import FORMAT, Loader, State, check_format, checked
+from ampctx.amp.state import Loader, State, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
 from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
@@ -422,6 +422,7 @@ class _NamedRun:
                 f"continue at another level, pass {self.call}(..., allow_level_change=True)."
             )
         scales: State = {key: value for key, value in given.items() if key.startswith(KEY)}
+        check_known(given, 'state_dict["amp"]', ("opt_level", "torch", "ampctx", "deferred", *scales))
         if there != level:
             kept = {f"{KEY}{i}": scale for i, scale in enumerate(self.session.loss_scales)}
             move = [key for key, scale in kept.items() if scale.moves and key in scales and scales[key].get("dynamic")]

@@ -44,6 +44,7 @@ from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
+from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
 from ampctx.weights import waiting
@@ -160,9 +161,10 @@ class AmpSession:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
-                Apply ``fully_shard`` (any level but O3) or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5
-                fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the level.
+            models: a module or a list of modules, fp32, on any device. Frozen parameters may have the level's 16-bit
+                type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
+                tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
+                without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
@@ -231,8 +233,8 @@ class AmpSession:
             misuse.refuse_models_under_amp(model_list, self)
         for model in model_list:
             reshard_units(model)
-        casting.check_models(model_list, self.allow_incoming_model_not_fp32)
-        setup.check(model_list, optimizer_list, self._bindings)
+        casting.check_models(model_list, self.allow_incoming_model_not_fp32, policy.input_dtype)
+        setup.check(model_list, optimizer_list, self._bindings, policy.keeps_masters)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
         sharded = {model: plan for model, plan in plans if plan is not None}
@@ -356,8 +358,8 @@ class AmpSession:
             AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
                 the next of ``clip_grad_norm_``, step and block raises it.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
-                optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
-                another block has left scaled gradients in an optimizer.
+                optimizer did not go through ``initialize``, or two went through several calls of it; ``num_losses``
+                does not cover the loss id. At the end: another block has left scaled gradients in an optimizer.
 
         No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
         with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors
@@ -423,12 +425,23 @@ class AmpSession:
 
     def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
         bindings = self._bindings_of(optimizers)
-        # An optimizer keeps those of its own initialize.
-        scales = bindings[0].loss_scales if bindings else self.loss_scales
+        scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
         if not -len(scales) <= loss_id < len(scales):
             given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
             raise AmpIndexError(f"scale_loss: {given}. Pass the number of losses there.")
         return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
+
+    def _shared_scales(self, bindings: list[OptimizerBinding]) -> list[LossScale]:
+        # An optimizer keeps those of its own initialize.
+        scales = bindings[0].loss_scales if bindings else self.loss_scales
+        others = [scale for b in bindings if b.loss_scales is not scales for scale in b.loss_scales]
+        if others and not all(scale.is_identity for scale in (*scales, *others)):
+            raise AmpError(
+                "amp.scale_loss: these optimizers went through several amp.initialize calls, and each call has a loss "
+                "scale of its own. Pass models and optimizers that share a loss to one call, as lists. "
+                "See docs/guide/several_losses.md."
+            )
+        return scales
 
     @outside_of_graphs
     @without_grad
@@ -560,7 +573,12 @@ class AmpSession:
         return bindings
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
-        return self._bindings.get(optimizer) if is_optimizer(optimizer) else None
+        """That of the optimizer, or of the one that a framework has wrapped since."""
+        binding = self._bindings.get(optimizer) if is_optimizer(optimizer) else None
+        if binding is None and isinstance(optimizer, torch.optim.Optimizer):
+            inside = dict.fromkeys(b for one in with_wrapped(optimizer) if (b := self._bindings.get(one)) is not None)
+            return next(iter(inside)) if len(inside) == 1 else None
+        return binding
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

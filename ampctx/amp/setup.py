@@ -22,7 +22,7 @@ from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
 from ampctx.kernels.reference_steps import split
-from ampctx.kernels.sharding import is_sharded
+from ampctx.kernels.sharding import is_sharded, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
@@ -62,8 +62,9 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any]) -> None:
-    """Raises AmpError for an optimizer that is under amp already, and for CUDA without cuDNN."""
+def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any], keeps_masters: bool) -> None:
+    """Raises AmpError for an optimizer that is under amp already or holds one that would miss the masters, and for CUDA
+    without cuDNN."""
     if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
@@ -83,6 +84,19 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any])
                 f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call reset() of "
                 "that session first."
             )
+        own, inner = [group["params"] for group in optimizer.param_groups], with_wrapped(optimizer)[1:]
+        known = {id(p) for params in own for p in params}
+        for one in inner if keeps_masters and not steps_a_partition(optimizer) else ():
+            lists = [group["params"] for group in one.param_groups]
+            if any(id(p) in known for params in lists if all(params is not o for o in own) for p in params):
+                kind = type(optimizer).__name__
+                raise AmpError(
+                    f"optimizers[{i}] ({kind}) holds a {type(one).__name__} with param groups of its own over the same "
+                    "parameters. fp32 masters would replace only those in the groups outside, and nothing would train. "
+                    f"Pass the optimizers inside {kind} to amp.initialize and to scale_loss, or let both share the "
+                    "groups: self.param_groups = inner.param_groups. O1 and O4 take it as it is. "
+                    "See docs/errors.md#has-changed-no-fp32-master-weight."
+                )
 
 
 def _refuse_forward(wrapper: nn.Module, args: Any) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpKeyError, AmpValueError
-from ampctx._saved import entry, typed
+from ampctx._saved import FORMAT, check_format, check_known, entry, typed
 from ampctx.amp import ranks
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import autocast_off
@@ -40,8 +40,6 @@ logger = logging.getLogger("ampctx")
 
 State = dict[str, Any]
 Loader = Callable[[], None]
-# A change that this version would misread raises it. States without a number are of format 1.
-FORMAT = 1
 _OF_OPTIMIZERS = ("params", "names", "masters", "overflows", "scales", "loss_scales")
 
 
@@ -191,17 +189,6 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
     return found
 
 
-def check_format(state: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
-    """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
-    number = entry(state, "format", int, where) if "format" in state else 1
-    if number > FORMAT:
-        new = ", ".join(f'"{key}"' for key in state if key not in known) or "what its entries mean"
-        raise AmpValueError(
-            f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
-            f"{new}. Load it with the version that saved it, or a later one."
-        )
-
-
 def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
     if (n := len(scales)) != 1:
         raise AmpValueError(
@@ -267,8 +254,7 @@ def tell_of_lost_masters(session: Any, may_wait: bool = True) -> None:
 
 
 def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Loader:
-    if unknown := [key for key in state if key not in _OF_OPTIMIZERS]:
-        raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
+    check_known(state, where, _OF_OPTIMIZERS)
     # No resync from the model: loading sets the masters, and they must not change if a check fails.
     binding.follow_groups()
     params, scales = binding.params(), binding.loss_scales

@@ -344,7 +344,10 @@ class OptimizerBinding:
         has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
         stepped = {id(p) for p in self.model_params()}
         stepped.update(id(p) for masters in list(self.masters.beside) for p in masters.params_with_master)
-        return StepFacts(self.optimizer, stepped, has_grads, self._by_scaler)
+        rates = [(group.get("lr", 1.0), group["params"]) for group in self.optimizer.param_groups]
+        moving = [p for lr, params in rates if isinstance(lr, Tensor) or lr for p in params]
+        masters = [p for p in moving if p in self.masters.model_of]
+        return StepFacts(self.optimizer, stepped, masters, has_grads, self._by_scaler, self.steps.outcome)
 
     def check_misuse(self, has_closure: bool = False) -> None:
         """Raises AmpError if an enabled GradScaler steps an optimizer with masters, or another block has left scaled

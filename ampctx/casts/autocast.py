@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpNotImplementedError
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, autocast_off_on, map_leaves, tensors_in, widen
 from ampctx.casts.cpu import install_kernels
+from ampctx.casts.forward_errors import note_dtypes
 from ampctx.casts.functions import call_cast, cast_function, replace_function, shared
 
 logger = logging.getLogger("ampctx")
@@ -315,7 +316,9 @@ class Autocast:
         # An interrupt may have left an earlier forward without its end, so clear here too.
         torch.clear_autocast_cache()
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None:
+            note_dtypes(module, self.dtype)
         if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()

@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, map_floating
+from ampctx.casts.forward_errors import note_dtypes
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -42,11 +43,14 @@ def _wrapper_name(model: nn.Module) -> str | None:
     return None
 
 
-def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
+def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dtype | None = None) -> None:
     """Refuses models that ``initialize`` cannot take. No host sync.
 
+    ``dtype``: the model is to be cast to it. Frozen parameters may have it, or any where they are not rounded.
+
     Raises:
-        AmpError: a model is a parallel wrapper, or holds fp16 or bf16 parameters or buffers without ``allow_16bit``.
+        AmpError: a model is a parallel wrapper. Without ``allow_16bit``: it holds other fp16 or bf16 parameters, or
+            such buffers and no frozen parameters in 16 bits.
     """
     for model in models:
         wrapper = _wrapper_name(model)
@@ -59,14 +63,17 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
             )
         if allow_16bit:
             continue
+        low = {p for p in model.parameters() if p.dtype in LOW_PRECISION and not p.requires_grad}
+        frozen = {p for p in low if dtype in (None, torch.float32, p.dtype)}
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, t in tensors:
-                if t.dtype in LOW_PRECISION:
+                if t.dtype in LOW_PRECISION and (t not in frozen if kind == "param" else not frozen):
                     type_name = str(t.dtype) if is_lazy(t) else t.type()
                     raise AmpError(
                         f"Found {kind} {name} with type {type_name}, expected fp32. amp.initialize casts the model "
-                        "itself. Remove .half() or .bfloat16(), or call model.float() first. To keep 16-bit weights, "
-                        "make session = amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
+                        "itself. Remove .half() or .bfloat16(), or call model.float() first. Frozen parameters may "
+                        "have the 16-bit type of the level. To train 16-bit weights, make session = "
+                        "amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
                         "session.initialize. "
                         "See docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
                     )
@@ -202,12 +209,14 @@ class _CastInputs(ModelHook):
 
 
 class _CastOutputs(ModelHook):
-    """A forward hook."""
+    """A forward hook. ``low``: the 16-bit type in which a model computes, for a note on an error that leaves it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, low: torch.dtype | None = None) -> None:
+        self.dtype, self.low = dtype, low
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if output is None and self.low is not None:
+            note_dtypes(module, self.low)
         return map_floating(output, self.dtype)
 
 
@@ -225,7 +234,9 @@ def install_io_casts(
             cast, prepend = _CastInputs(input_dtype), is_fully_sharded(model)
             stack.callback(model.register_forward_pre_hook(cast, prepend=prepend, with_kwargs=True).remove)
         if output_dtype is not None:
-            stack.callback(model.register_forward_hook(_CastOutputs(output_dtype), prepend=not outputs_last).remove)
+            low = input_dtype if input_dtype in LOW_PRECISION else None
+            hook, first = _CastOutputs(output_dtype, low), not outputs_last
+            stack.callback(model.register_forward_hook(hook, prepend=first, always_call=low is not None).remove)
         return stack.pop_all().close
 
 

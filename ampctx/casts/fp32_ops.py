@@ -25,6 +25,7 @@ _NAMESPACES: dict[str, Any] = {
     "torch.linalg": torch.linalg,
     "torch.special": torch.special,
     "torch.fft": torch.fft,
+    "torch.sparse": torch.sparse,
 }
 # The special methods of operators.
 _OPERATORS = {
@@ -49,7 +50,11 @@ def _is_of_torch(fn: Callable) -> bool:
 @functools.lru_cache(maxsize=1)
 def _overridable() -> frozenset[Callable]:
     # torch caches what it finds at the first call. During a session that includes amp's wrappers, hence unwrap.
-    found = (fn for functions in get_overridable_functions().values() for fn in functions)
+    found = [fn for functions in get_overridable_functions().values() for fn in functions]
+    # torch omits these.
+    found += [
+        fn for fn in map(inspect.unwrap, vars(torch.sparse).values()) if isinstance(fn, types.BuiltinFunctionType)
+    ]
     return frozenset(inspect.unwrap(fn, stop=_is_of_torch) for fn in found)
 
 
@@ -66,7 +71,7 @@ def op_names(ops_fp32: Sequence[str | Callable]) -> tuple[str, ...]:
     """The plain names of torch functions, given by name (with or without namespace) or as functions.
 
     Raises:
-        AmpValueError: an entry is not a torch function, or writes into its arguments.
+        AmpValueError: an entry is not a torch function, or writes into other arguments than the first.
     """
     return tuple(dict.fromkeys(_name(op) for op in ops_fp32))
 
@@ -79,13 +84,10 @@ def _name(op: str | Callable) -> str:
         spaces = [s for key, s in _NAMESPACES.items() if not prefix or key in prefixes]
         spaces += [Tensor] if prefix and "torch.Tensor" in prefixes else []
     else:
-        given, name = f"function {getattr(op, '__name__', op)!r}", _name_of(op)
+        given, name, prefix = f"function {getattr(op, '__name__', op)!r}", _name_of(op), ""
         spaces = list(_NAMESPACES.values())
-    if name.endswith("_") and _function(Tensor, name) is not None:
-        raise AmpValueError(
-            f"ops_fp32: {given} works in place, and a 16-bit tensor cannot become fp32. Name {name.strip('_')!r}, and "
-            "call that in the model."
-        )
+    if _is_in_place(name) and (not prefix or "torch.Tensor" in prefixes):
+        return name
     known = dict.fromkeys(n for space in _NAMESPACES.values() for n in vars(space) if _function(space, n) is not None)
     if name not in known or not any(_function(space, name) for space in spaces):
         near = difflib.get_close_matches(name, known)
@@ -100,6 +102,10 @@ def _name(op: str | Callable) -> str:
             "Name the modules that call it in keep_fp32."
         )
     return name
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and _function(Tensor, name) is not None
 
 
 def _name_of(fn: Callable) -> str:
@@ -142,9 +148,17 @@ def _call_in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any], _: bool) ->
     return map_leaves(result, lambda t: t.to(back) if t.dtype == torch.float32 else t, objects=False)
 
 
+def _call_in_place(fn: Callable, args: tuple, kwargs: dict[str, Any], now: bool) -> Any:
+    """As ``_call_in_fp32``, for a function that writes its first argument. In 16 bits that takes the rounded result."""
+    target = args[0] if args else kwargs["input"]
+    result = _call_in_fp32(fn, args, kwargs, now)
+    return target.copy_(result) if target.dtype in LOW_PRECISION else target
+
+
 def _in_fp32(place: tuple[Any, str], fn: Callable) -> Callable:
     # Other code may still hold the wrapper after the last user is gone, so it asks ``shared`` at each call.
-    replacement = cast_function(fn, lambda: True if place in shared else None, _call_in_fp32)
+    call = _call_in_place if _is_in_place(place[1]) else _call_in_fp32
+    replacement = cast_function(fn, lambda: True if place in shared else None, call)
     if not isinstance(fn, types.MethodDescriptorType):
         # dynamo then puts calls into its graph, as it does for torch's functions. (It records methods by name.) The
         # original needs it too: dynamo looks up torch's functions once, maybe while one is replaced.

@@ -70,9 +70,10 @@ class _RefuseReplaced:
             for p in stepped:
                 setattr(module, replaced[id(p)], p)
             raise AmpError(
-                f'load_state_dict(assign=True) would put a new tensor in the place of "{replaced[id(stepped[0])]}" of '
-                f"a {type(module).__name__}. The optimizer steps the old tensor, so that one was put back. Load "
-                "without assign=True, or load before you make the optimizer and call amp.initialize."
+                "load_state_dict(assign=True) or to_empty() has put a new tensor in the place of "
+                f'"{replaced[id(stepped[0])]}" of a {type(module).__name__}. The optimizer steps the old tensor, so '
+                "that one was put back. Load without assign=True, or call both before you make the optimizer and "
+                "call amp.initialize."
             )
 
     def __reduce__(self) -> tuple:

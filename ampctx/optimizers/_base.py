@@ -24,7 +24,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._saved import entry
+from ampctx._saved import FORMAT, entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.ops import noted
@@ -570,7 +570,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         blocks become fp32, which any ranks can load.
         """
         found = super().state_dict()
-        return {**found, "state": _state_types.for_any_ranks(found["state"])}
+        return {**found, "state": _state_types.for_any_ranks(found["state"]), "format": FORMAT}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ parameter. This module gives each tensor the dtype and memory layout that the op
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
-from ampctx._saved import entry, typed
+from ampctx._saved import check_format, entry, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
@@ -22,6 +23,8 @@ from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.weights.store import EXTRAS
+
+logger = logging.getLogger("ampctx")
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
@@ -50,6 +53,7 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
+    check_format(checkpoint, "state_dict", ("state", "param_groups", "format"))
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):
@@ -93,6 +97,8 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
     """Raises AmpKeyError for the state of another optimizer, or a partial state: the rest would silently start at 0."""
     known = {kept.key for kept in spec.states}
     known |= {key for kept in spec.coded for key in (kept.codes_key, kept.scales)}
+    if unknown := [key for key in state if key not in {*known, *KEPT, *EXTRAS.values(), "step"}]:
+        logger.warning("%s: the state of %s has %s, which no step reads.", optimizer, name, listed(unknown))
     foreign = sorted(KEPT.intersection(state).difference(known))
     if foreign:
         raise AmpKeyError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets, stacks
-from ampctx.kernels.ops import factor
+from ampctx.kernels.ops import factor, is_watched
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
@@ -284,7 +284,10 @@ def defaults_of(op: str, work: Work) -> dict[str, Any]:
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     if work.fused:
-        getattr(steps, op)(**work.lists, **arguments, **work.random, write_back=work.write_back)
+        random = work.random
+        if not random and SPECS[op].takes_step and not torch.compiler.is_compiling() and is_watched():
+            random = {"numbers": torch.empty(0, dtype=torch.int64, device="cpu")}  # FakeTensorMode refuses the default
+        getattr(steps, op)(**work.lists, **arguments, **random, write_back=work.write_back)
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(work.write_back)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._saved import FORMAT
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
@@ -203,6 +204,10 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         return "split" if p.dtype == torch.bfloat16 else "nearest"
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns state and options, as in torch. No host sync."""
+        return {**super().state_dict(), "format": FORMAT}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,11 +72,15 @@ def align_gradients(optimizer: Any) -> None:
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
-    """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
+    """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps, or in a list or
+    dict of these."""
     found = [optimizer]
     for one in found:
-        inside = {id(value): value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)}
-        found += [value for i, value in inside.items() if i not in map(id, found)]
+        for value in getattr(one, "__dict__", {}).values():
+            inside = (
+                value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]
+            )
+            found += [o for o in inside if isinstance(o, torch.optim.Optimizer) and o not in found]
     return found
 
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
-from ampctx._saved import plain
+from ampctx._saved import FORMAT, plain
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import any_sharded, groups_of
@@ -431,7 +431,7 @@ class GradScaler(torch.amp.GradScaler):
         return (StepHistory(0) if steps is None else steps.history).lists(last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
+        """Returns torch's five entries, those of bounds and hysteresis, and "format"; {} if disabled. Host sync."""
         if (scale := self._loss_scale) is None:
             return {}
         own = {name: getattr(scale, name) for name in ("min_scale", "max_scale", "hysteresis")}
@@ -439,6 +439,7 @@ class GradScaler(torch.amp.GradScaler):
             **super().state_dict(),
             **own,
             "_hysteresis_tracker": scale.hysteresis_left(),
+            "format": FORMAT,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

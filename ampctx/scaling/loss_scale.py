@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ampctx._collectives import ranks_of, reduced_over
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
-from ampctx._saved import entry, plain, typed
+from ampctx._saved import check_format, check_known, entry, plain, typed
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 
@@ -323,6 +323,9 @@ class LossScale:
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
+# Those of a GradScaler: torch's, and what ours adds.
+_OF_SCALERS = ("scale", *FACTORS, "growth_interval", "_growth_tracker", "min_scale", "max_scale", "hysteresis")
+_OF_SCALERS += ("_hysteresis_tracker", "format")
 
 
 def required(state: Mapping[str, Any], key: str) -> Any:
@@ -351,6 +354,7 @@ def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
         try:
             one = state[key]
             typed(one, Mapping, "the loss scale's state")
+            check_known(one, "the loss scale's state", ("loss_scale", "unskipped", "hysteresis", "dynamic"))
             counts = ("unskipped", "hysteresis") if "hysteresis" in one else ("unskipped",)
             scale = check_scale("loss_scale", plain(required(one, "loss_scale")))
             numbers = {name: check_count(name, plain(required(one, name)), 0) for name in counts}
@@ -369,12 +373,9 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
             "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
         )
-    if plain(state.get("format", 1)) != 1:
-        raise AmpValueError(
-            f"the state of the GradScaler has format {state['format']}, and this version of ampctx reads format 1. "
-            "Load it with the version that saved it, or with a later one."
-        )
+    check_format(state, "state_dict", _OF_SCALERS)
     numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
+    check_known(state, "state_dict", _OF_SCALERS)
     factors = {name: check_factor(name, numbers[name]) for name in FACTORS}
     counts = {name: check_count(name, numbers[name], n) for name, n in (("growth_interval", 1), ("_growth_tracker", 0))}
     return {"scale": check_scale("scale", numbers["scale"]), **factors, **counts}

@@ -86,7 +86,7 @@ class MasterParams:
         self._master_of: dict[int, Tensor] = {}
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
         self._frozen: list[Tensor] = []
-        # Ids of parameters without master that were in 16 bits when they were added.
+        # Ids of parameters without master that were in 16 bits, and trained, when they were added.
         self._low: set[int] = set()
         # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
         self._left: Any = WeakIdKeyDictionary()
@@ -177,7 +177,7 @@ class MasterParams:
                 self._left[p] = weakref.ref(master)
         for p in plain:
             original = originals.get(p)
-            if p.dtype in LOW_PRECISION and id(p) not in known:
+            if p.dtype in LOW_PRECISION and p.requires_grad and id(p) not in known:
                 self._low.add(id(p))
             if original is not None:
                 self._cast.append((p, original.dtype))
@@ -287,10 +287,10 @@ class MasterParams:
                     )
         if not set(map(dtype_of, self.params_without_master)).isdisjoint(LOW_PRECISION):
             for p in self.params_without_master:
-                if p.dtype in LOW_PRECISION and id(p) not in self._low:
+                if p.dtype in LOW_PRECISION and p.requires_grad and id(p) not in self._low:
                     raise AmpError(
-                        f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
-                        'weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
+                        f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, or unfrozen, and has no "
+                        'fp32 master weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
                     )
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
@@ -352,6 +352,11 @@ class MasterParams:
             if id(master) in written and id(p) not in written:
                 rounded.append((p, master))
             elif self.unsure or id(p) in written:
+                if p.numel() and not p.untyped_storage().nbytes():
+                    raise AmpError(
+                        f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see "
+                        "whether its fp32 master has to follow. Restore the storage and its values before that."
+                    )
                 master.copy_(resynced(p, master))
         if rounded:
             params, masters = map(list, zip(*rounded, strict=True))

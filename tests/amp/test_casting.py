@@ -326,3 +326,56 @@ def test_a_parameter_has_one_name_in_messages_and_reports():
     assert ParameterNames()(one.weight) == "a parameter of shape (2, 2)"
     del one
     assert names(two.bias) == '"models[1].bias"'
+
+
+# --- notes on errors that leave a forward -----------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self, compute):
+        super().__init__()
+        self.project, self.compute = nn.Linear(4, 4), compute
+
+    def forward(self, x):
+        return self.compute(self.project(x))
+
+
+ERRORS = {
+    "mask": (lambda h: h.masked_fill(h > 0, -1e9), ["O1", "O2", "O3"], "Mask with torch.finfo"),
+    "zeros": (lambda h: torch.zeros(4, 4) @ h.T, ["O2", "O3", "O5"], "New tensors are float32"),
+    "scatter": (
+        lambda h: torch.zeros(4, 4).index_add_(0, torch.zeros(len(h), dtype=torch.long), h),
+        ["O1", "O2", "O3", "O4", "O5"],
+        "New tensors are float32",
+    ),
+    "cdist": (lambda h: torch.cdist(h, h), ["O2", "O3", "O5"], "ops_fp32"),
+}
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+@pytest.mark.parametrize(
+    ("case", "level"), [(case, level) for case, (_, levels, _) in ERRORS.items() for level in levels]
+)
+def test_an_error_about_dtypes_names_the_module_and_the_cure(session, level, case):
+    compute, _, cure = ERRORS[case]
+    model = session.initialize(nn.Sequential(nn.Linear(4, 4), Inner(compute)), opt_level=level, verbosity=0)
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        model(torch.ones(3, 4))
+    (note,) = raised.value.__notes__
+    low = "bfloat16" if level in ("O4", "O5") else "float16"
+    assert note.startswith(f'ampctx: "1" (Inner) computes in {low}. ')
+    assert cure in note
+    assert 'keep_fp32="1"' in note
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_other_errors_have_no_note(session, level):
+    def fail(h):
+        raise errors[0]
+
+    model = session.initialize(Inner(fail), opt_level=level, verbosity=0)
+    for error in (ValueError("a dtype"), RuntimeError("no such file"), AmpError("scalar type")):
+        errors = [error]
+        with pytest.raises(type(error)):
+            model(torch.ones(3, 4))
+        assert not hasattr(error, "__notes__")

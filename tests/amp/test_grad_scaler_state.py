@@ -150,6 +150,7 @@ STATE = {
     "max_scale": 4096.0,
     "hysteresis": 3,
     "_hysteresis_tracker": 0,
+    "format": 1,
 }
 
 
@@ -180,6 +181,7 @@ def test_state_of_torchs_keeps_bounds_and_hysteresis():
         **theirs.state_dict(),
         **{k: STATE[k] for k in ("min_scale", "max_scale", "hysteresis")},
         "_hysteresis_tracker": 3,
+        "format": 1,
     }
 
 
@@ -213,6 +215,7 @@ def test_copies_go_on_alike_and_apart(clone):
         ({"min_scale": 1.0, "max_scale": 0.5}, AmpValueError, "expected 0 <= min_scale <= max_scale"),
         ({"hysteresis": 0}, AmpValueError, "hysteresis is 0"),
         ({"_hysteresis_tracker": 1.5}, AmpTypeError, "_hysteresis_tracker must be an int"),
+        ({"warmup": 3}, AmpKeyError, 'state_dict has "warmup", which this version of ampctx does not load'),
     ],
     ids=str,
 )

@@ -332,6 +332,74 @@ def test_models_of_two_sessions_with_one_loss_are_both_trained(said):
             session.reset()
 
 
+# --- optimizers that step other tensors than their masters, averages without one --------------------------------------
+
+
+class Keeps(torch.optim.SGD):
+    """Steps the parameters that it was given, as some programs' optimizers do."""
+
+    def __init__(self, params):
+        self.kept = list(params)
+        super().__init__(self.kept, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for p in self.kept if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1)
+
+
+class WritesData(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("first_is_skipped", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_step_that_changes_no_master_is_said_once(session, said, level, first_is_skipped):
+    model, optimizer = start(session, level, Keeps, verbosity=1, loss_scale="dynamic")
+    train(session, model, optimizer, steps=4, overflow_at=[0] if first_is_skipped else [])
+    (message,) = said()
+    assert message.startswith("Keeps.step() has changed no fp32 master weight")
+    assert not session._events.stepping
+
+
+@pytest.mark.parametrize("make", [WritesData, torch.optim.LBFGS, lambda params: torch.optim.SGD(params, lr=0.0)])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_steps_that_write_in_another_way_or_have_no_rate_are_right(session, said, level, make):
+    model, optimizer = start(session, level, make, verbosity=1, loss_scale=1.0)
+
+    def evaluate():
+        optimizer.zero_grad()
+        backward(session, loss := loss_of(model), optimizer)
+        return loss
+
+    for _ in range(3):
+        evaluate()
+        optimizer.step(*[evaluate] * isinstance(optimizer, torch.optim.LBFGS))
+    assert said() == []
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_an_average_in_16_bits_is_said_once(session, said, level, assigns):
+    model, average = mlp(0), mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.initialize([model, average], optimizer, opt_level=level, verbosity=1)
+
+    @torch.no_grad()
+    def follow():
+        for kept, p in zip(average.parameters(), model.parameters(), strict=True):
+            if assigns:
+                kept.data = kept.data * 0.9 + p.data * 0.1
+            else:
+                kept.lerp_(p, 0.1)
+
+    train(session, model, optimizer, steps=3, after_step=follow)
+    (message,) = said()
+    assert message.startswith('amp: "models[1].0.weight", "models[1].0.bias", "models[1].')
+
+
 # --- a scale that bad batches push down -------------------------------------------------------------------------------
 
 

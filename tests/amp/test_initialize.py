@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from kit import LOW, backward, every_level, loss_of, mlp, start
+from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.optimizers import FusedSGD
@@ -189,6 +190,65 @@ def test_16_bit_models_are_refused_unless_allowed(session):
     optimizer = sgd(model)
     session.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)
     assert all(m.dtype == torch.float32 for m in amp.master_params(optimizer))
+
+
+class Adapted(nn.Module):
+    """A frozen 16-bit layer with a buffer, and an adapter."""
+
+    def __init__(self, dtype, adapter=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(4, 4)
+        self.base.register_buffer("table", torch.ones(4))
+        self.base.to(dtype).requires_grad_(False)
+        self.adapter = nn.Linear(4, 4).to(adapter)
+
+    def forward(self, x):
+        return self.base(x.to(self.base.weight.dtype)).float() + self.adapter(x.to(self.adapter.weight.dtype)).float()
+
+
+BASES = [("O0", "bfloat16"), ("O0", "float16"), ("O1", "float16"), ("O4", "bfloat16"), ("O2", "float16")]
+BASES += [("O5", "bfloat16"), ("O3", "float16")]
+
+
+@pytest.mark.parametrize(("level", "dtype"), BASES)
+def test_frozen_16_bit_parameters_stay_and_others_train_beside_them(session, level, dtype):
+    model = Adapted(dtype := getattr(torch, dtype))
+    before, optimizer = model.base.weight.clone(), sgd(model)
+    start = model.adapter.weight.detach().clone()
+    session.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    for _ in range(2):
+        backward(session, model(torch.ones(2, 4)).square().mean(), optimizer)
+        optimizer.step()
+    assert model.base.weight.grad is None
+    session.reset()
+    assert model.base.weight.dtype == dtype
+    assert torch.equal(model.base.weight, before)
+    assert model.adapter.weight.dtype == torch.float32
+    assert not torch.equal(model.adapter.weight, start)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", "bfloat16"), ("O3", "bfloat16"), ("O5", "float16")])
+def test_frozen_parameters_that_a_cast_would_round_are_refused(session, level, dtype):
+    with pytest.raises(AmpError, match="Found param base.weight.* the 16-bit type of the level"):
+        session.initialize(Adapted(getattr(torch, dtype)), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_16_bit_parameters_that_train_are_refused_beside_frozen_ones(session, level):
+    dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+    with pytest.raises(AmpError, match="Found param adapter.weight"):
+        session.initialize(Adapted(dtype, dtype), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_16_bit_parameter_that_is_unfrozen_without_a_master_is_refused(session, level):
+    model = Adapted(torch.bfloat16)
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.base.requires_grad_(True)
+    with pytest.raises(AmpError, match='"base.weight" was converted .* after amp.initialize, or unfrozen'):
+        backward(session, model(torch.ones(2, 4)).mean(), optimizer)
 
 
 @pytest.mark.parametrize("master_weights", [None, False, "split"])

@@ -355,3 +355,44 @@ def test_an_initialize_that_fails_leaves_the_model_free(session):
     session.initialize(model, opt_level="O2", verbosity=0)
     session.reset()
     session.initialize(model, opt_level="O2", verbosity=0)
+
+
+# --- optimizers inside an optimizer -----------------------------------------------------------------------------------
+
+
+class Holds(torch.optim.Optimizer):
+    """Steps optimizers inside it. ``place``: where it keeps them; ``shares``: its groups are theirs."""
+
+    def __init__(self, params, place, shares):
+        *most, last = params
+        inside = [torch.optim.SGD(most, lr=0.1), torch.optim.SGD([last], lr=0.1)]
+        super().__init__([*most, last], {"lr": 0.1})
+        self.steps_inside = [one.step for one in inside]
+        if place == "state":
+            self.state["inside"] = inside[0]
+        else:
+            self.inside = inside if place == "list" else inside[0]
+        if shares:
+            self.param_groups = [group for one in inside for group in one.param_groups]
+
+    def step(self, closure=None):
+        for step in self.steps_inside:
+            step()
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "state"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_inside_another_that_would_miss_the_masters_is_refused(session, level, place):
+    model = mlp()
+    with pytest.raises(AmpError, match=r"optimizers\[0\] \(Holds\) holds a SGD with param groups of its own"):
+        start(session, level, lambda params: Holds(params, place, False), model)
+    assert model[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("level", "shares"), [("O1", False), ("O2", True), ("O5", True)])
+def test_an_optimizer_inside_another_trains_where_it_sees_the_weights(session, level, shares):
+    model, optimizer = start(session, level, lambda params: Holds(params, "list", shares))
+    before = copies(model)
+    backward(session, loss_of(model), optimizer)
+    optimizer.step()
+    assert not any(torch.equal(p, former) for p, former in zip(copies(model), before, strict=True) if p.ndim == 2)

@@ -232,3 +232,41 @@ def test_a_gradient_that_two_parameters_hold_is_unscaled_once(session, kind):
         second.grad = first.grad if kind == "one-tensor" else first.grad.view(3)
     for p in (first, second, other):
         assert torch.equal(p.grad, torch.full_like(p, 2.0))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Passes calls on to an optimizer, as those of accelerate and Fabric do. It sets up nothing of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattribute__(self, name):
+        own = name in ("optimizer", "__dict__", "__class__")
+        return object.__getattribute__(self, name) if own else getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_a_framework_wraps_after_initialize_is_the_one_inside(session, level):
+    model, optimizer = probe(session, level)
+    wrapper = Wrapper(optimizer)
+    backward(session, model.loss(0.5), wrapper)
+    for grad in grads(session, optimizer):
+        assert torch.equal(grad, torch.full_like(grad, 0.5))
+    wrapper.step()
+    assert session.outcome(wrapper) is session.outcome(optimizer)
+    assert session.outcome(optimizer).stepped
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_refused"), [("O2 O2", True), ("O5 O2", True), ("O1 O4", True), ("O5 O5", False)]
+)
+def test_optimizers_of_several_calls_share_no_loss_that_has_a_scale(session, levels, is_refused):
+    (one, first), (two, second) = [probe(session, level) for level in levels.split()]
+    for model, optimizer in ((one, first), (two, second)):
+        backward(session, model.loss(1.0), optimizer)
+    if is_refused:
+        with pytest.raises(AmpError, match=r"went through several amp.initialize calls.*share a loss to one call"):
+            backward(session, one.loss(1.0) + two.loss(1.0), [first, second])
+    else:
+        backward(session, one.loss(1.0) + two.loss(1.0), [first, second])
+    assert grads(session, first)[0].mean().item() == (1.0 if is_refused else 2.0)

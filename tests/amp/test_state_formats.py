@@ -193,7 +193,18 @@ def test_a_later_format_is_refused_by_its_number(session):
     scaler, later = GradScaler("cpu", 64.0), {**TORCH, "format": 2}
     init(session)
     for load in (scaler.load_state_dict, session.load_state_dict):
-        with pytest.raises(AmpValueError, match="has format 2, and this version of ampctx reads format 1"):
+        with pytest.raises(AmpValueError, match=r'"format"\] is 2. This version of ampctx reads formats up to 1'):
             load(later)
+        with pytest.raises(AmpKeyError, match='state_dict has "warmup", which this version of ampctx does not load'):
+            load({**TORCH, "warmup": 3})
         load({**TORCH, "format": 1})
     assert scaler.get_scale() == session.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
+def test_an_unknown_entry_of_a_loss_scale_is_refused_by_its_name(session):
+    init(session)
+    with pytest.raises(
+        AmpKeyError, match=r'"loss_scaler0"\].* has "warmup", which this version of ampctx does not load'
+    ):
+        session.load_state_dict({"loss_scaler0": {**APEX["loss_scaler0"], "warmup": 3}})
+    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0

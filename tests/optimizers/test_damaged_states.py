@@ -15,7 +15,7 @@ from optimizer_cases import BY_NAME, STATE, parameters, run, with_masters
 from torch import nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.optimizers import LARC, FusedAdam, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import LARC, FusedAdam, FusedNovoGrad, FusedSGD, SplitMasters
 
 SHAPES = [(3, 5), (17,), (), (2, 3)]
 MATRICES = [(3, 5), (17, 1), (2, 2, 3), (2, 3)]
@@ -473,3 +473,35 @@ def test_groups_in_a_tuple_are_those_of_a_list():
     refused(
         optimizer, checkpoint, AmpValueError, r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[0\] has nan"
     )
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lamb", "muon"])
+def test_a_later_format_is_refused_by_its_number(name):
+    optimizer = trained(name)
+    state = optimizer.state_dict()
+    assert state["format"] == 1
+    refused(optimizer, {**state, "format": 2, "shards": ()}, AmpValueError, r'"format"\] is 2\. .* know "shards"')
+    make(name).load_state_dict({key: value for key, value in state.items() if key != "format"})
+
+
+def test_a_later_format_of_split_masters_is_refused_by_its_number():
+    optimizer = SplitMasters(torch.optim.AdamW, [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    state = optimizer.state_dict()
+    assert state["format"] == 1
+    with pytest.raises(AmpValueError, match=r'"format"\] is 2\. .* does not know what its entries mean'):
+        optimizer.load_state_dict({**state, "format": 2})
+    optimizer.load_state_dict(state)
+
+
+def test_an_entry_that_no_step_reads_is_kept_and_named(caplog):
+    optimizer = trained("adam")
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert caplog.text == ""
+    state["state"][1]["average"] = torch.ones(17)
+    optimizer.load_state_dict(state)
+    assert re.search(r"FusedAdam: the state of .* has average, which no step reads", caplog.text)
+    assert torch.equal(optimizer.state_dict()["state"][1]["average"], torch.ones(17))

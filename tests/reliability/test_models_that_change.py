@@ -338,6 +338,34 @@ def test_assigning_load_state_dict_is_refused(session, level):
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
+@pytest.mark.parametrize("level", ALL_BUT_O3)
+def test_a_model_on_meta_that_is_materialized_under_amp_is_refused_at_the_load(session, level):
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    model, _optimizer = start(session, level, SGD, model)
+    with pytest.raises(AmpError, match=r'to_empty\(\) has put a new tensor in the place of "weight".*call both before'):
+        model.to_empty(device="cpu").load_state_dict(nn.Linear(4, 2).state_dict())
+
+
+@few_optimizers
+@cast_levels
+def test_a_weight_whose_memory_was_freed_is_named_and_trains_on_when_it_is_back(session, level, name):
+    model, optimizer = under_amp(session, level, name, names="a")
+    step(session, model, optimizer, a=1.0)
+    p = model["a"]
+    values, storage = p.detach().clone(), p.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    for call in (optimizer.step, model.state_dict):
+        with pytest.raises(AmpError, match='"weights.a" has no memory: its storage was freed'):
+            call()
+    storage.resize_(size)
+    with torch.no_grad():
+        p.copy_(values)
+    step(session, model, optimizer, a=1.0)
+    assert (p < values).all()
+
+
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 

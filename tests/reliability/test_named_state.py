@@ -294,6 +294,14 @@ def test_a_later_format_is_refused():
         run.set(state)
 
 
+def test_an_unknown_entry_of_amp_is_refused_by_its_name():
+    run = Run().steps(0, 1)
+    state = run.get()
+    state["amp"]["shadow"] = 1
+    with pytest.raises(AmpKeyError, match=r'state_dict\["amp"\] has "shadow", which this version of ampctx does not'):
+        run.set(state)
+
+
 def test_a_disabled_run():
     state = Run("Adam-plain", enabled=False).steps(0, 1).get()
     assert state.keys() == {"model", "optim", "optimizers"}

@@ -1,0 +1,44 @@
+"""Notes on errors about dtypes that leave a cast model's forward: the module, and what to write there."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+
+import torch
+from torch import nn
+
+from ampctx._errors import AmpError
+
+# What torch's texts have in common, and what to write. The first row that fits counts.
+_CURES = (
+    ("without overflow", "Mask with torch.finfo(x.dtype).min in place of -1e9."),
+    ("not implemented for '(Half|BFloat16)'", "Compute this op in fp32: amp.initialize(..., ops_fp32=[...])."),
+    (
+        "dtype|scalar type|c10::",
+        "New tensors are float32 in torch. Make them like others: x.new_zeros(...), or dtype=x.dtype.",
+    ),
+)
+
+
+def note_dtypes(model: nn.Module, low: torch.dtype) -> None:
+    """Called by hooks that torch calls after an error, too. Adds the note to an error of torch's, once."""
+    error = sys.exc_info()[1]
+    add_note = getattr(error, "add_note", None)  # from Python 3.11
+    if add_note is None or not isinstance(error, (RuntimeError, TypeError)) or isinstance(error, AmpError):
+        return
+    cure = next((cure for pattern, cure in _CURES if re.search(pattern, str(error))), None)
+    if cure is None or hasattr(error, "__notes__"):
+        return
+    names, found = {id(m): name for name, m in model.named_modules()}, model
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(module := frame.f_locals.get("self"), nn.Module) and id(module) in names:
+            found = module
+    name = names[id(found)]
+    place = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
+    kept = f'Or keep the module in fp32: keep_fp32="{name}". ' if name else ""
+    add_note(
+        f"ampctx: {place} computes in {str(low).removeprefix('torch.')}. {cure} {kept}"
+        "See docs/errors.md#expected-scalar-type-half-but-found-float."
+    )
