@@ -168,7 +168,8 @@ def norms(
     call = Call(op, noop_flag, tensor_lists, ("tensors",))
     factor = foreach_factor(call.factor("inv_scale", inv_scale))
     if not call.length:
-        return tuple(torch.zeros(n, dtype=torch.float32, device=call.device) for n in (1, 0))
+        total = torch.zeros(1, dtype=torch.float32, device=call.device)
+        return total, total.new_empty(0)
     with call.flag() as flag:
         if per_tensor:
             total, each = foreach.unscale_l2norms(call["tensors"], found_in(flag), factor)
