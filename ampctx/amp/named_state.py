@@ -273,7 +273,9 @@ class _NamedRun:
             tree["amp"] = {"opt_level": amp["opt_level"], **versions, "deferred": tuple(amp["deferred"].items())}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
-                numbers = {key: torch.tensor(n, dtype=wide[type(n)]) for key, n in scale.state_dict().items()}
+                numbers = {
+                    key: torch.tensor(n, dtype=wide[type(n)], device="cpu") for key, n in scale.state_dict().items()
+                }
                 tree["amp"][f"{KEY}{i}"] = {**numbers, "dynamic": scale.moves}
         return tree
 
@@ -284,7 +286,7 @@ class _NamedRun:
         for grid in dict.fromkeys(grids.values()):
             sharded: list[Any] = [(m.name, m.member) for m in members if is_sharded(m.member)]
             parts = [name for name, member in sharded if grids.get(member.device_mesh) is grid]
-            some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
+            some = torch.tensor([name not in found for name in parts], dtype=torch.float32, device="cpu")
             grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
             found.difference_update(name for name, has_state in zip(parts, some.tolist(), strict=True) if has_state)
         return [name for name in here if name in found]

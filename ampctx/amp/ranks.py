@@ -171,7 +171,7 @@ def check(facts: Sequence[Fact], groups: Sequence[Any], call: str) -> None:
     """Compares facts over groups in one all_reduce each. Every rank must take part, with as many facts. Host sync.
     Raises AmpRankError on every rank, by what differs; or where another rank has left the call out."""
     groups = [group for group in groups if group.size() > 1]
-    digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64)
+    digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64, device="cpu")
     if not groups or type(digests) is not Tensor:  # FakeTensorMode has no numbers
         return
     has = f"{facts[0].what}: {facts[0].shown}"

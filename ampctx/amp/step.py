@@ -459,7 +459,8 @@ class OptimizerBinding:
             align_gradients(optimizer)
         flags = [flag for _, flag in self.flags.by_loss.values()]
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
-            flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
+            given = found_inf if isinstance(found_inf, Tensor) else torch.tensor(found_inf, device="cpu")
+            flags.append(given.detach().reshape(()).ne(0).float())
         flag = join_flags(flags, flags[0].device) if flags else None
         if self.masters.takes_step:
             counts = self.steps.counts_for(flag, self.flags.by_loss)

@@ -168,7 +168,8 @@ def norms(
     call = Call(op, noop_flag, tensor_lists, ("tensors",))
     factor = foreach_factor(call.factor("inv_scale", inv_scale))
     if not call.length:
-        return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
+        total = torch.zeros(1, dtype=torch.float32, device=call.device)
+        return total, total.new_empty(0)
     with call.flag() as flag:
         if per_tensor:
             total, each = foreach.unscale_l2norms(call["tensors"], found_in(flag), factor)

@@ -207,7 +207,7 @@ def unscale_l2norms_of(
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
     """Joins the L2 norms of parts, 0-d on the device of the first; ``tensor(0.)`` without parts. No host sync."""
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if len(norms) == 1:
         return norms[0]
     first = norms[0]

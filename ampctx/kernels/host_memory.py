@@ -42,12 +42,12 @@ def buffers(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Ten
     for places in stacks(zip(kinds, sizes, strict=True), _BLOCK_BYTES):
         dtype, pinned = kinds[places[0]]
         starts = [0, *accumulate(sizes[i] // dtype.itemsize for i in places)]
-        storage = torch.empty(starts.pop(), dtype=dtype, pin_memory=pinned).untyped_storage()
+        storage = torch.empty(starts.pop(), dtype=dtype, device="cpu", pin_memory=pinned).untyped_storage()
         for i, start in zip(places, starts, strict=True):
             # Of a dense tensor empty_like keeps the strides.
             like = torch.empty_like(params[i], device="meta", requires_grad=False)
             # Not a view, which would share its version with the others.
-            result[i] = torch.empty(0, dtype=dtype).set_(storage, start, like.shape, like.stride())
+            result[i] = torch.empty(0, dtype=dtype, device="cpu").set_(storage, start, like.shape, like.stride())
     return [result[i] for i in range(len(params))]
 
 

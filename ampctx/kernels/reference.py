@@ -124,7 +124,9 @@ def multi_tensor_unscale_l2norm(
 
 def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """sqrt(sum(t**2)) over all tensors and, with ``per_tensor``, of each."""
-    return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
+    return multi_tensor_unscale_l2norm(
+        tensors, found_inf, torch.ones((), dtype=torch.float32, device=found_inf.device), per_tensor
+    )
 
 
 def update_scale(

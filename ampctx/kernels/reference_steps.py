@@ -303,7 +303,7 @@ def _norm(x: Tensor, order: float = 2.0) -> Tensor:
 
 def lamb(p: _Place, o: Options) -> Tensor:
     """LAMB (You et al. 2020): Adam's direction, scaled by ||w|| / ||direction|| for each tensor."""
-    limit = torch.tensor(o.max_grad_norm, dtype=torch.float64)
+    limit = torch.tensor(o.max_grad_norm, dtype=torch.float64, device="cpu")
     norm, most = p.scalar(o.global_grad_norm), p.scalar(limit)
     g = p.g * torch.where((norm > most) & (most > 0), most / norm, 1.0)
     if not o.adam_w_mode:

@@ -282,7 +282,7 @@ def _add_up(pending: list[tuple[Any, Any]], grid: Grid) -> None:
     """Makes the pending sums of (parameter, gradient or None). Ranks without a gradient learn whether others have
     one."""
     call, has = "Adding up the gradients of DTensors", f"{len(pending)} of them"
-    have_one = torch.ones(len(pending), device=_part(pending[0][0]).device)
+    have_one = torch.ones(len(pending), dtype=torch.float32, device=_part(pending[0][0]).device)
     sums = []
     for i, (p, grad) in enumerate(pending):
         if grad is None:

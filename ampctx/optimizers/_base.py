@@ -478,6 +478,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 _state_types.convert(p, state, forms)
             if not needed <= state.keys():
                 self._make_state(p, state, forms, destination)
+            # Set by hand, as torch's optimizers kept it once.
+            if isinstance(count := state.get("step"), (int, float)):
+                state["step"] = torch.full((), float(count), dtype=torch.float32, device=p.device)
             if destination in EXTRAS:
                 follow(p, state, self._seen)
         return states

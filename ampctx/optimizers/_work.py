@@ -89,7 +89,7 @@ def taken_found_inf(given: Any) -> PerDevice | None:
     if flag is None:
         return None
     if not isinstance(flag, Tensor):
-        flag = torch.tensor(float(flag))
+        flag = torch.tensor(float(flag), dtype=torch.float32, device="cpu")
     if flag.numel() != 1:
         check_one_element("found_inf", flag)
     return PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
@@ -165,7 +165,7 @@ class Work(NamedTuple):
             return self
         pairs = zip(self.numbers, self.lists["params"], strict=True)
         key = self.device, tuple(number for number, p in pairs if p.numel())
-        found = made[key] if key in made else move(torch.tensor(key[1], dtype=torch.int64), self.device)
+        found = made[key] if key in made else move(torch.tensor(key[1], dtype=torch.int64, device="cpu"), self.device)
         if key not in made and not torch.compiler.is_compiling():
             if len(made) >= _MOST_NUMBERS:
                 del made[next(iter(made))]

@@ -72,9 +72,13 @@ class FusedSGD(FusedOptimizer):
             raise AmpValueError("Nesterov momentum requires a momentum and zero dampening.")
 
     def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:
-        if any(key is not None and key not in state for key in forms.sized.values()):
+        buffers = {key for key in forms.sized.values() if key is not None}
+        if not buffers <= state.keys():
             # At a count of 0 the op starts the buffer with the gradient.
             state.pop("step", None)
+        elif buffers and "step" not in state:
+            # A buffer set by hand has started.
+            state["step"] = 1
         super()._make_state(p, state, forms, destination)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:

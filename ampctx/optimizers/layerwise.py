@@ -172,7 +172,7 @@ class Norms:
         self._elsewhere = self._split - {id(parted[i]) for spread in spreads for i in spread.counted}
 
     def _index(self, places: Sequence[int]) -> Tensor:
-        return move(torch.tensor(places, dtype=torch.int64), self.device)
+        return move(torch.tensor(places, dtype=torch.int64, device="cpu"), self.device)
 
     def empty(self) -> Tensor:
         """A number of 0 for each parameter."""

@@ -228,8 +228,9 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                     if p.dtype == torch.bfloat16 and _KEY in state:
                         check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
                         rests[p] = state[_KEY]
+            # Copies: torch keeps tensors of a checkpoint that fit, and they may be another optimizer's.
             states = {
-                key: {k: v for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
+                key: {k: _copied(v) for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
                 for key, state in given["state"].items()
             }
             inner.load_state_dict({"state": states, "param_groups": groups})
@@ -273,6 +274,10 @@ def _check_kind(kind: Any, options: Group) -> None:
 def _without_memory(p: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the shape of ``p`` that shares one element."""
     return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _wide(p: Tensor, state: State) -> Tensor:

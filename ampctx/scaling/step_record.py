@@ -226,7 +226,7 @@ class StepOutcome:
 def gathered(numbers: Sequence[Tensor]) -> Tensor:
     """Tensors of one element on any mix of devices as one tensor, ``[len(numbers)]`` in fp32. No host sync."""
     if not numbers:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
     return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
 
@@ -556,7 +556,7 @@ def _copied(counts: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Counts on their way to the host, and the event of their arrival. None: they are there."""
     if not counts.is_cuda:
         return counts.cpu(), None
-    numbers = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    numbers = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
     numbers.copy_(counts, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(counts.device))

@@ -51,6 +51,35 @@ def test_parameters_without_gradient_are_left_alone(name):
     assert [optimizer.state[p]["step"].item() for p in (used, frozen)] == [1, 1]
 
 
+def test_parameters_and_state_are_exchanged_in_place():
+    """As losses over sampled classes do: each step has a new parameter, with a part of the state, in its group."""
+    results = []
+    for make in (torch.optim.SGD, FusedSGD):
+        weights, buffers = torch.arange(20.0).view(5, 4).cos(), torch.zeros(5, 4)
+        optimizer = make([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1, momentum=0.9)
+        for rows in ([0, 1, 3], [1, 2, 4], [0, 1, 3], [0, 1, 3]):
+            optimizer.state.clear()
+            part = nn.Parameter(weights[rows])
+            optimizer.param_groups[0]["params"][0] = part
+            optimizer.state[part]["momentum_buffer"] = buffers[rows]
+            part.grad = weights[rows].sin()
+            optimizer.step()
+            weights[rows], buffers[rows] = part.detach(), optimizer.state[part]["momentum_buffer"]
+        results.append((weights, buffers))
+    torch.testing.assert_close(*results)
+
+
+def test_a_count_that_is_set_by_hand_may_be_a_number():
+    params = parameters(shapes=[(3,), (3,)])
+    for p, count in zip(params, (3, torch.tensor(3.0)), strict=True):
+        p.data, p.grad = torch.ones(3), torch.ones(3)
+        optimizer = FusedAdam([p])
+        optimizer.state[p] = {"step": count, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+        optimizer.step()
+        assert torch.equal(optimizer.state[p]["step"], torch.tensor(4.0))
+    assert_same([params[0].detach()], [params[1].detach()])
+
+
 def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
     first, late = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = FusedSGD([first, late], lr=1.0, momentum=0.5)

@@ -175,6 +175,18 @@ def test_a_copy_goes_on_by_itself(copied):
     assert_same(masters(ours), before)
 
 
+@pytest.mark.parametrize("from_plain", [False, True], ids=["own", "torch's"])
+def test_a_loaded_optimizer_goes_on_by_itself(from_plain):
+    """torch's classes share the tensors of a state dict that went through no file."""
+    plain, ours = pair("NAdam")
+    step_both(plain, ours, 2)
+    _, loaded = pair("NAdam")
+    loaded.load_state_dict((plain if from_plain else ours).state_dict())
+    before = [{key: value.clone() for key, value in state.items()} for state in states(loaded)]
+    step_both(plain, ours, 2, first=2)
+    assert_same(states(loaded), before)
+
+
 def test_a_closure_is_evaluated_once():
     calls = []
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

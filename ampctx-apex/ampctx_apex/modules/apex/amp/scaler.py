@@ -196,7 +196,7 @@ class LossScaler:
         if self._buf is None and left is not None:
             self._flag = left
         overflow = self.dynamic and (bool(self._sticky) or self._is_raised())
-        self._of.update(torch.full((), float(overflow), device=self._device()))
+        self._of.update(torch.full((), float(overflow), dtype=torch.float32, device=self._device()))
         self._sticky = overflow
         return overflow
 

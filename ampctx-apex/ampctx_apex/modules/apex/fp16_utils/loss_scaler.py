@@ -83,7 +83,7 @@ class DynamicLossScaler(LossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         rule = self._rule()
-        rule.update(torch.tensor(float(bool(overflow))))
+        rule.update(torch.tensor(float(bool(overflow)), dtype=torch.float32, device="cpu"))
         self.cur_scale = rule.value()
         if overflow:
             self.last_overflow_iter = self.cur_iter

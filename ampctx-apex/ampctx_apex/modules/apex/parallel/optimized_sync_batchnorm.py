@@ -37,7 +37,8 @@ class _SyncedOnCpu(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.dim() - 2)
         x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # In fp64, so that the count is exact.
-        sums = torch.cat([x_wide.sum(dims).double(), torch.tensor([x.numel() // x.size(1)], dtype=torch.float64)])
+        sums = x_wide.sum(dims).double()
+        sums = torch.cat([sums, sums.new_tensor([x.numel() // x.size(1)])])
         dist.all_reduce(sums, group=group)
         count = sums[-1].item()
         if count <= 1:
