@@ -408,13 +408,13 @@ class OptimizerBinding:
         self.masters.ahead = True
         try:
             result = self.call_own(original, *args, **kwargs)
+            if self.masters.ahead:
+                self.masters.copy_to_model()
+            return result
         except BaseException:
             self.inside = False  # an interrupt may have ended ``call_own`` before its end
             self.masters.copy_to_model()
             raise
-        if self.masters.ahead:
-            self.masters.copy_to_model()
-        return result
 
     def device_decides(self, before_backward: bool = False) -> bool:
         optimizer = self._optimizer()
