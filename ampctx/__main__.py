@@ -1,7 +1,7 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
-``info`` shows versions and the kernels in use. Without torch, ``--help`` and ``--version`` work; ``info`` prints one
-line that says what to install.
+``info`` shows versions and the kernels in use, ``explain TEXT`` what docs/errors.md says about a message. Without
+torch, ``--help``, ``--version`` and ``explain`` work; ``info`` prints one line that says what to install.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ampctx import __version__
@@ -92,12 +94,32 @@ def _lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def explain(text: str) -> str:
+    """The section of docs/errors.md whose heading or quoted messages have most words of a text; empty if none fits."""
+
+    def words(message: str) -> set[str]:
+        return set(re.findall(r"\w+", message.lower().replace("bfloat16", "half")))
+
+    def fits(section: str) -> int:
+        quoted = [section.partition("\n")[0], *re.findall(r"`([^`]+)`", section)]
+        common = [(len(known & wanted), min(len(known), len(wanted))) for known in map(words, quoted)]
+        return max((n for n, most in common if n >= 0.8 * most and n >= min(3, len(wanted))), default=0)
+
+    wanted = words(text)
+    page = Path(__file__).with_name("errors.md").read_text("utf-8")
+    sections = re.findall(r"^## (.*?)(?=^## |\Z)", page, flags=re.M | re.S)
+    best = max(sections, key=fits)
+    return best.strip() if wanted and fits(best) else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ampctx", description="Show versions and the kernels that ampctx uses here.")
     parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     info_parser = commands.add_parser("info", help="show versions and the kernels in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    explain_parser = commands.add_parser("explain", help="print what docs/errors.md says about an error message")
+    explain_parser.add_argument("text", nargs="+", help="the message, or a part of it")
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["run"], ["migrate"]):
         print(
@@ -105,6 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     arguments = parser.parse_args(words)
+    if arguments.command == "explain":
+        found = explain(" ".join(arguments.text))
+        _print(found or "docs/errors.md has no section about this message")
+        return 0 if found else 1
     if problem := why_no_torch():
         print(problem, file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ from torch import nn
 
 import ampctx
 from ampctx import amp
+from ampctx.__main__ import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
 HEADINGS = re.findall(r"^## (.*)$", PAGE, flags=re.M)
@@ -349,3 +350,17 @@ def test_the_scaler_of_ampctx_does_not_cause_the_schedulers_warning(caplog):
 def test_every_heading_has_its_cause():
     assert {message for message, _ in CASES} | ELSEWHERE >= set(HEADINGS)
     assert set(HEADINGS) > ELSEWHERE
+
+
+@pytest.mark.parametrize("message", sorted({*HEADINGS, *(message for message, _ in CASES)}))
+def test_explain_prints_the_section_of_a_message(message, capsys):
+    assert main(["explain", f"RuntimeError: {message}"]) == 0
+    assert message in capsys.readouterr().out
+
+
+def test_explain_takes_words_in_any_order_and_says_what_it_does_not_know(capsys):
+    assert main(["explain", "expected", "scalar", "type", "Float", "but", "found", "BFloat16"]) == 0
+    assert capsys.readouterr().out.startswith("expected scalar type Half but found Float")
+    for text in ("an illegal memory access was encountered", ""):
+        assert main(["explain", text]) == 1, text
+    assert "no section about this message" in capsys.readouterr().out

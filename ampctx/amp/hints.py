@@ -151,7 +151,7 @@ class Hints:
         """At whether a step that ran on gradients has changed a master."""
         before, former = self.still[step.optimizer], step.former
         if before and before[0] is former:
-            return  # a later evaluation of its closure
+            return  # in one step, which evaluates the model again
         # Some values, too, because optimizers that write through ``.data`` change no version.
         here = [master.detach().reshape(-1)[:8] for master in step.masters if master.device == step.masters[0].device]
         now = marks(step.masters), torch.cat(here[:64] or [torch.empty(0)])

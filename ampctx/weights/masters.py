@@ -90,7 +90,8 @@ class MasterParams:
         self._master_of: dict[int, Tensor] = {}
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
         self._frozen: list[Tensor] = []
-        # Ids of parameters without master that were in 16 bits, and trained, when they were added.
+        # Ids of parameters without master that were in 16 bits when they were added, and trained or in a cast model.
+        self._is_cast = bool(originals)
         self._low: set[int] = set()
         # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
         self._left: Any = WeakIdKeyDictionary()
@@ -183,7 +184,7 @@ class MasterParams:
                 self._left[p] = weakref.ref(master)
         for p in plain:
             original = originals.get(p)
-            if p.dtype in LOW_PRECISION and p.requires_grad and id(p) not in known:
+            if p.dtype in LOW_PRECISION and (p.requires_grad or self._is_cast) and id(p) not in known:
                 self._low.add(id(p))
             if original is not None:
                 self._cast.append((p, original.dtype))

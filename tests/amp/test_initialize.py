@@ -251,6 +251,19 @@ def test_a_16_bit_parameter_that_is_unfrozen_without_a_master_is_refused(session
         backward(session, model(torch.ones(2, 4)).mean(), optimizer)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_parameter_is_unfrozen_where_the_optimizer_keeps_the_masters(session, level):
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, master_weights=True)
+    session.initialize(model, optimizer, opt_level=level, master_weights=False, loss_scale=1.0, verbosity=0)
+    before = model[0].weight.clone()
+    model[0].requires_grad_(True)
+    backward(session, loss_of(model), optimizer)
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("master_weights", [None, False, "split"])
 def test_a_failure_late_in_initialize_undoes_all_of_it(session, master_weights):
     class Broken(FusedSGD):
