@@ -79,8 +79,8 @@ def make_plan(
     if not extension.serves(first.device.type):
         return None
     _use_dtensor()
+    # C knows a column by its owners, so that the lists of a call which are one list are read once.
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
-    # A column by its owners, so that the lists of a call which are one list are read once.
     kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
     made = extension.plans.make_plan(*kept, [tuple(call) for call in calls])
     return None if made is None else Plan(made, (*kept, owners))
