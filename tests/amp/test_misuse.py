@@ -355,3 +355,18 @@ def test_an_initialize_that_fails_leaves_the_model_free(session):
     session.initialize(model, opt_level="O2", verbosity=0)
     session.reset()
     session.initialize(model, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_flat_parameter_in_the_memory_of_the_model_is_refused(session, level):
+    """Its gradient is a buffer that the model's gradients are views of. At O2 the cast would part the two."""
+    model = nn.Linear(4, 2)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    other = nn.Parameter(torch.ones(1))
+    model.weight.data, model.bias.data = flat.data[:8].view(2, 4), flat.data[8:]
+    optimizer = torch.optim.SGD([other, flat], lr=0.1)
+    with pytest.raises(
+        AmpError, match=r"\(SGD\): param_groups\[0\]\['params'\]\[1\] is no parameter of the model, and lies in"
+    ):
+        session.initialize(model, optimizer, opt_level=level)
+    session.initialize(model, torch.optim.SGD([other, *model.parameters()], lr=0.1), opt_level=level)
