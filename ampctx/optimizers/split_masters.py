@@ -158,11 +158,13 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         try:
             for p in chunk:
                 proxy, state = self._proxies[p], self.state.get(p, {})
+                if p.dtype != torch.bfloat16:  # any more
+                    state.pop(_KEY, None)
                 follow(p, state, self._seen)
                 proxy.data = weight = _wide(p, state)
                 proxy.grad = None if p.grad is None else p.grad.to(weight.dtype)
                 # The class takes a state that is not empty for one that it has made.
-                if own := {key: value for key, value in state.items() if key != _KEY}:
+                if own := {key: _of_type(value, weight) for key, value in state.items() if key != _KEY}:
                     inner.state[proxy] = own
             inner.step()
             for p in chunk:
@@ -269,6 +271,12 @@ def _check_kind(kind: Any, options: Group) -> None:
 def _without_memory(p: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the shape of ``p`` that shares one element."""
     return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+
+
+def _of_type(value: Any, weight: Tensor) -> Any:
+    """State that is as large as the weight in the type of the weight, which may have changed."""
+    fits = not isinstance(value, Tensor) or value.dtype == weight.dtype or value.shape != weight.shape
+    return value if fits or not value.is_floating_point() else value.to(weight.dtype)
 
 
 def _copied(value: Any) -> Any:

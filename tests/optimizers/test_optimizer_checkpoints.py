@@ -328,6 +328,22 @@ def test_loading_fills_no_lr_tensor_twice():
     assert target.param_groups[0]["lr"] is shared
 
 
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "muon"])  # whose groups are made anew
+def test_an_empty_group_of_a_checkpoint_may_lack_options(name):
+    """As torch's get_optimizer_state_dict leaves them."""
+    optimizers = []
+    for lr in (0.5, 0.25):
+        optimizer = BY_NAME[name]([{"params": []}, {"params": parameters(shapes=[(3, 1)])}], lr=0.1)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizers.append(optimizer)
+    run(optimizers[0], 2)
+    given = optimizers[0].state_dict()
+    given["param_groups"][0] = {"params": []}
+    optimizers[1].load_state_dict(given)
+    assert [float(group["lr"]) for group in optimizers[1].param_groups] == pytest.approx([0.25, 0.1])
+    run(optimizers[1], 1)
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
