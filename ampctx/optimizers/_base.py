@@ -572,6 +572,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
         blocks become fp32, which any ranks can load.
         """
+        _checkpoint.refuse_strays(self)
         found = super().state_dict()
         return {**found, "state": _state_types.for_any_ranks(found["state"])}
 

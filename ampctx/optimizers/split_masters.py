@@ -15,7 +15,7 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import matched, without_amp
+from ampctx.optimizers._checkpoint import matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
@@ -205,6 +205,11 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         return "split" if p.dtype == torch.bfloat16 else "nearest"
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and options, as in torch, with tensors of the optimizer. No host sync."""
+        refuse_strays(self)
+        return super().state_dict()
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
