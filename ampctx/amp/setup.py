@@ -23,6 +23,7 @@ from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._guard import Guarded
+from ampctx.optimizers._options import param_name
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.any_optimizer import with_wrapped
@@ -61,8 +62,9 @@ def is_optimizer(value: Any) -> bool:
 
 
 def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any], keeps_masters: bool) -> None:
-    """Raises AmpError for an optimizer that is under amp already or holds one that would miss the masters, and for CUDA
-    without cuDNN."""
+    """Raises AmpError for an optimizer that is under amp already, steps the model by other tensors, or holds one that
+    would miss the masters; and for CUDA without cuDNN."""
+    _refuse_other_tensors(models, optimizers)
     if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
@@ -94,6 +96,25 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
                     f"Pass the optimizers inside {kind} to amp.initialize and to scale_loss, or let both share the "
                     "groups: self.param_groups = inner.param_groups. O1 and O4 take it as it is. "
                     "See docs/errors.md#has-changed-no-fp32-master-weight."
+                )
+
+
+def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> None:
+    """Raises AmpError for a parameter that is none of the models' and lies in their memory, such as one flat buffer."""
+
+    def address(p: Tensor) -> int:
+        return p.untyped_storage().data_ptr() if type(p) is nn.Parameter else 0
+
+    of_models = {p: name for model in models for name, p in model.named_parameters()}
+    memory = {at: name for p, name in of_models.items() if (at := address(p))}
+    for i, optimizer in enumerate(optimizers):
+        groups = optimizer.param_groups
+        for g, j, p in ((g, j, p) for g, group in enumerate(groups) for j, p in enumerate(group["params"])):
+            if p not in of_models and address(p) in memory:
+                raise AmpError(
+                    f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
+                    f'model, and lies in the memory of "{memory[address(p)]}". No backward makes its gradient, so amp '
+                    "cannot unscale it. Make the optimizer of model.parameters(). Those of ampctx step them together."
                 )
 
 

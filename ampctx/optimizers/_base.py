@@ -572,6 +572,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
         blocks become fp32, which any ranks can load.
         """
+        _checkpoint.refuse_strays(self)
         found = super().state_dict()
         return {**found, "state": _state_types.for_any_ranks(found["state"]), "format": FORMAT}
 
@@ -635,6 +636,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             for name in kept:  # how to keep state is a choice of this run
                 group.saved.pop(name, None)
             group.saved.update({name: value for name, value in group.own.items() if name in kept})
+            if not group.own["params"]:  # torch's distributed checkpoints drop its options
+                group.saved.update({**group.own, **group.saved})
             # Missing flags keep the optimizer's values.
             for name in ("lr", *self._saved_options(group.saved)):
                 entry(group.saved, name, object, f'state_dict["param_groups"][{g}]')

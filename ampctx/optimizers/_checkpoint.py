@@ -123,6 +123,17 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
         )
 
 
+def refuse_strays(optimizer: Any) -> None:
+    """AmpKeyError for state of a parameter that has left the groups: torch raises KeyError with an id."""
+    members = {p for group in optimizer.param_groups for p in group["params"]}
+    for p in optimizer.state:
+        if isinstance(p, Tensor) and p not in members:
+            raise AmpKeyError(
+                f"{type(optimizer).__name__} has state of a parameter of shape {tuple(p.shape)} that is in no group. "
+                "Move it to the one in its place, optimizer.state[new] = optimizer.state.pop(old), or delete it."
+            )
+
+
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
     """Copies ``state`` to the device of ``p``, with tensors of its size in its layout. Refuses other sizes and dtypes.
     ``one_element``: keys of one number, which become 0-d fp32 tensors. ``dropped``: keys to leave out."""

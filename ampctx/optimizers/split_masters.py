@@ -16,7 +16,7 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import matched, without_amp
+from ampctx.optimizers._checkpoint import matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
@@ -159,11 +159,13 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         try:
             for p in chunk:
                 proxy, state = self._proxies[p], self.state.get(p, {})
+                if p.dtype != torch.bfloat16:  # any more
+                    state.pop(_KEY, None)
                 follow(p, state, self._seen)
                 proxy.data = weight = _wide(p, state)
                 proxy.grad = None if p.grad is None else p.grad.to(weight.dtype)
                 # The class takes a state that is not empty for one that it has made.
-                if own := {key: value for key, value in state.items() if key != _KEY}:
+                if own := {key: _of_type(value, weight) for key, value in state.items() if key != _KEY}:
                     inner.state[proxy] = own
             inner.step()
             for p in chunk:
@@ -206,7 +208,8 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and options, as in torch. No host sync."""
+        """State and options, as in torch, with tensors of the optimizer. No host sync."""
+        refuse_strays(self)
         return {**super().state_dict(), "format": FORMAT}
 
     @autocast_off()
@@ -274,6 +277,12 @@ def _check_kind(kind: Any, options: Group) -> None:
 def _without_memory(p: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the shape of ``p`` that shares one element."""
     return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+
+
+def _of_type(value: Any, weight: Tensor) -> Any:
+    """State that is as large as the weight in the type of the weight, which may have changed."""
+    fits = not isinstance(value, Tensor) or value.dtype == weight.dtype or value.shape != weight.shape
+    return value if fits or not value.is_floating_point() else value.to(weight.dtype)
 
 
 def _copied(value: Any) -> Any:

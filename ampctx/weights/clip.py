@@ -265,7 +265,8 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
     ]
     if (plan := make_plan([], calls)) is None:
         return None
-    norm, each, flag = (grads[0].new_empty(size) for size in ((), 0, ()))
+    norm, each = (torch.empty(size, dtype=torch.float32, device=grads[0].device) for size in ((), 0))
+    flag = torch.empty_like(norm)
     if plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False) is None:
         return None
     set_each(grads, CLIPPED, norm)

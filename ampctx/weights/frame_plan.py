@@ -78,8 +78,8 @@ class FramePlan:
         for op in self._ops:
             ends = update if op.endswith(_UPDATE) and update is not None else ()
             if op.startswith(_NORM):
-                norms = [flag.new_empty(()), flag.new_empty(len(self._masters or ()))]
-                norms += [flag.new_empty(())] if ends else []
+                each = torch.empty(len(self._masters or ()), dtype=torch.float32, device=device)
+                norms = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]
                 arguments.append((flag, inv_scale, True, *ends, *norms))
             else:
                 arguments.append((flag, inv_scale, *ends))

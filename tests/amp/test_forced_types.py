@@ -289,6 +289,21 @@ def test_attention_with_its_fast_path(session, level, keep):
     assert layer.self_attn.in_proj_weight.dtype == (FLOAT if attention_kept else LOW.get(level, FLOAT))
 
 
+@every_level
+@pytest.mark.filterwarnings("ignore:.*(ao.quantization|quantize|reduce_range|observer)")
+def test_quantization_aware_training(session, level):
+    """torch's fused fake quantizers take no 16-bit tensor with fp32 statistics, and none at all 16-bit statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    model = torch.ao.quantization.prepare_qat(model.train())
+    kept = [torch.ao.quantization.FakeQuantizeBase]
+    model, optimizer = start(session, level, "SGD-foreach", model, keep_fp32=kept, loss_scale=8.0)
+    losses = train(session, model, optimizer, steps=8)
+    assert losses[-1] < losses[0]
+    assert model[0].weight_fake_quant.scale.dtype == FLOAT
+
+
 def test_with_keep_batchnorm_fp32_and_output_types(session):
     for keep_bn in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -396,3 +396,18 @@ def test_an_optimizer_inside_another_trains_where_it_sees_the_weights(session, l
     backward(session, loss_of(model), optimizer)
     optimizer.step()
     assert not any(torch.equal(p, former) for p, former in zip(copies(model), before, strict=True) if p.ndim == 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_flat_parameter_in_the_memory_of_the_model_is_refused(session, level):
+    """Its gradient is a buffer that the model's gradients are views of. At O2 the cast would part the two."""
+    model = nn.Linear(4, 2)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    other = nn.Parameter(torch.ones(1))
+    model.weight.data, model.bias.data = flat.data[:8].view(2, 4), flat.data[8:]
+    optimizer = torch.optim.SGD([other, flat], lr=0.1)
+    with pytest.raises(
+        AmpError, match=r"\(SGD\): param_groups\[0\]\['params'\]\[1\] is no parameter of the model, and lies in"
+    ):
+        session.initialize(model, optimizer, opt_level=level)
+    session.initialize(model, torch.optim.SGD([other, *model.parameters()], lr=0.1), opt_level=level)

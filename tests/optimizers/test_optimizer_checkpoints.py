@@ -24,8 +24,15 @@ from optimizer_cases import (
 )  # fmt: skip
 from torch import nn
 
-from ampctx._errors import AmpValueError
-from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from ampctx._errors import AmpKeyError, AmpValueError
+from ampctx.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+    SplitMasters,
+)
 
 KINDS = {
     **{dtype: (DTYPES[dtype], {}) for dtype in DTYPES},
@@ -326,6 +333,39 @@ def test_loading_fills_no_lr_tensor_twice():
     target.load_state_dict(source.state_dict())
     assert [group["lr"].item() for group in target.param_groups] == [0.5, 0.25]
     assert target.param_groups[0]["lr"] is shared
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "muon"])  # whose groups are made anew
+def test_an_empty_group_of_a_checkpoint_may_lack_options(name):
+    """As torch's get_optimizer_state_dict leaves them."""
+    optimizers = []
+    for lr in (0.5, 0.25):
+        optimizer = BY_NAME[name]([{"params": []}, {"params": parameters(shapes=[(3, 1)])}], lr=0.1)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizers.append(optimizer)
+    run(optimizers[0], 2)
+    given = optimizers[0].state_dict()
+    given["param_groups"][0] = {"params": []}
+    optimizers[1].load_state_dict(given)
+    assert [float(group["lr"]) for group in optimizers[1].param_groups] == pytest.approx([0.25, 0.1])
+    run(optimizers[1], 1)
+
+
+def split_masters(params):
+    return SplitMasters(torch.optim.AdamW, params)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, split_masters])
+def test_state_of_a_parameter_that_was_exchanged_is_named(make):
+    """A framework that puts other tensors into the groups may forget the state."""
+    (old,), (new,) = parameters(shapes=[(3, 1)]), parameters(shapes=[(3, 1)])
+    optimizer = make([old])
+    run(optimizer, 1)
+    optimizer.param_groups[0]["params"][0] = new
+    with pytest.raises(AmpKeyError, match=r"has state of a parameter of shape \(3, 1\) that is in no group"):
+        optimizer.state_dict()
+    optimizer.state[new] = optimizer.state.pop(old)
+    assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

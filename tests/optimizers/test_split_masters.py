@@ -175,6 +175,20 @@ def test_a_copy_goes_on_by_itself(copied):
     assert_same(masters(ours), before)
 
 
+@pytest.mark.parametrize("now", [torch.float32, torch.float64], ids=str)
+def test_a_model_may_change_its_type(now):
+    """torch's AdamW raises at the next step."""
+    model = nn.Linear(8, 4).bfloat16()
+    optimizer = SplitMasters(torch.optim.AdamW, model.parameters(), lr=0.01, weight_decay=0.0)
+    for dtype in (torch.bfloat16, torch.bfloat16, now, now):
+        before = model.to(dtype).weight.detach().clone()
+        give(params_of(optimizer), [torch.ones_like(p) for p in params_of(optimizer)])
+        optimizer.step()
+        atol = 1e-2 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(model.weight.detach(), before - 0.01, rtol=0, atol=atol)
+    assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
 @pytest.mark.parametrize("from_plain", [False, True], ids=["own", "torch's"])
 def test_a_loaded_optimizer_goes_on_by_itself(from_plain):
     """torch's classes share the tensors of a state dict that went through no file."""
