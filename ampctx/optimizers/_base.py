@@ -24,7 +24,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._saved import FORMAT, entry
+from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.ops import noted
@@ -566,15 +566,15 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and options, as in torch, with tensors of the optimizer. No host sync. With ``offload``, waits
-        for the step, and the tensors are on the CPU.
+        """Returns state and options, as in torch, with tensors of the optimizer. Host sync with ``skip_nonfinite`` or
+        ``skip_norm_above`` alone, for the count. With ``offload``, waits for the step, and the tensors are on the CPU.
 
         With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
         blocks become fp32, which any ranks can load.
         """
         _checkpoint.refuse_strays(self)
         found = super().state_dict()
-        return {**found, "state": _state_types.for_any_ranks(found["state"]), "format": FORMAT}
+        return {**found, "state": _state_types.for_any_ranks(found["state"]), **self._saved()}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -610,6 +610,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
         def after(_: Any) -> None:
             self.state.update(states)
+            self._restore(state_dict)
             if not self.capturable:
                 return
             self._lr_to_tensor()

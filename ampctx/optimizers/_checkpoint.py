@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
-from ampctx._saved import check_format, entry, typed
+from ampctx._saved import check_format, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
@@ -26,6 +26,7 @@ from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 
+SKIPPED = "skipped_steps"  # the key of a guard's count
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
@@ -53,7 +54,8 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
-    check_format(checkpoint, "state_dict", ("state", "param_groups", "format"))
+    check_format(checkpoint, "state_dict", ("state", "param_groups", "format", SKIPPED))
+    typed(plain(checkpoint.get(SKIPPED, 0)), int, f'state_dict["{SKIPPED}"]')
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):

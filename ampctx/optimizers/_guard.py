@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
+from ampctx._saved import FORMAT, plain
 from ampctx.kernels.foreach import join_flags, move
 from ampctx.kernels.tensor_loops import grad_of, layout_of, version_of
 from ampctx.optimizers import _options
+from ampctx.optimizers._checkpoint import SKIPPED
 from ampctx.scaling import step_record
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import Culprits, StepOutcome, StepRecord
@@ -39,7 +42,7 @@ class Guard:
         above = _LARGEST if skip_norm_above is None else _options.check_number("skip_norm_above", skip_norm_above)
         check_process_group(process_group)
         self._kind, self._limit, self._group = kind, min(above, _LARGEST), process_group
-        self._scale = LossScale(1.0, dynamic=False)
+        self._scale, self.earlier = LossScale(1.0, dynamic=False), 0  # skips before the checkpoint that was loaded
         self.record = StepRecord(None, 0, report=partial(_log, kind))
         # Of the step that runs: the flags of an overflow and of a skip, the norm, the first gradient with its version,
         # and whether a clip has left a norm.
@@ -143,6 +146,14 @@ class Guarded:
         return None if self._guard is None else self._guard.record.outcome
 
     def skipped_steps(self) -> int:
-        """Counts the steps that ``skip_nonfinite`` and ``skip_norm_above`` have skipped, of this object, not those of
-        a checkpoint. Host sync."""
-        return 0 if self._guard is None else self._guard.record.skipped_steps()
+        """Counts the steps that ``skip_nonfinite`` and ``skip_norm_above`` have skipped, also before a checkpoint. Host
+        sync."""
+        return 0 if self._guard is None else self._guard.earlier + self._guard.record.skipped_steps()
+
+    def _saved(self) -> dict[str, int]:
+        """What a state dict has beside torch's entries. Host sync with a guard."""
+        return {"format": FORMAT, **({} if self._guard is None else {SKIPPED: self.skipped_steps()})}
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        if self._guard is not None:
+            self._guard.earlier = plain(saved.get(SKIPPED, 0)) - self._guard.record.skipped_steps()

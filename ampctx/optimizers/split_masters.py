@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._saved import FORMAT
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
@@ -208,9 +207,10 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State and options, as in torch, with tensors of the optimizer. No host sync."""
+        """State and options, as in torch, with tensors of the optimizer. Host sync with ``skip_nonfinite`` or
+        ``skip_norm_above`` alone, for the count."""
         refuse_strays(self)
-        return {**super().state_dict(), "format": FORMAT}
+        return {**super().state_dict(), **self._saved()}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -248,6 +248,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
             after = self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True)
             hooks.callback(after.remove)
             super().load_state_dict(state_dict)
+        self._restore(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")

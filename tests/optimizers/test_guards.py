@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from host_reads import HostReads
-from kit import COPIES, assert_same, mlp, params_of, snapshot
+from kit import COPIES, assert_same, mlp, params_of, snapshot, through_a_file
 from optimizer_cases import BY_NAME, MODES, STEPPED_BY, give, gradients, parameters, with_masters
 from rank_processes import RANK, all_ranks, flat_mesh, on_ranks
 from torch import nn
@@ -177,6 +177,29 @@ def test_copies_have_the_guard(name, how):
     other.step()
     assert (optimizer.skipped_steps(), other.skipped_steps()) == (1, 2)
     assert optimizer.outcome is not other.outcome
+
+
+@pytest.mark.parametrize("name", ["adam", "split-masters"])
+def test_a_checkpoint_has_the_count(name):
+    optimizer, other = (STEPPED_BY[name](parameters(), skip_nonfinite=True) for _ in range(2))
+    for one, times in ((optimizer, 2), (other, 1)):
+        for step in range(times):
+            give(params_of(one), spoilt(params_of(one), step, NAN))
+            one.step()
+    saved = through_a_file(optimizer.state_dict())
+    other.load_state_dict(saved)
+    assert other.skipped_steps() == 2
+    give(params_of(other), spoilt(params_of(other), 1, NAN))
+    other.step()
+    assert other.skipped_steps() == 3
+    with pytest.raises(AmpTypeError, match=r'state_dict\["skipped_steps"\]'):
+        other.load_state_dict({**saved, "skipped_steps": "2"})
+    assert other.skipped_steps() == 3
+    without = STEPPED_BY[name](parameters())
+    without.load_state_dict(saved)
+    assert "skipped_steps" not in without.state_dict()
+    other.load_state_dict(without.state_dict())
+    assert other.skipped_steps() == 0
 
 
 def test_inside_of_larc():
