@@ -342,7 +342,7 @@ FAULTS = [
     ),
     Fault(
         "a master begins with the rounded weight", "ampctx",
-        "source = p if original is None else original", "source = p",
+        "source = p if original is None or is_distributed() else original", "source = p",
         f"{AMP}parameters.py {AMP}initialize.py",
     ),
     Fault(

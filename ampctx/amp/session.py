@@ -271,7 +271,7 @@ class AmpSession:
             for optimizer in optimizer_list:
                 if policy.master_weights == "split":
                     setup.begin_split(undo, optimizer, originals)
-                masters = MasterParams(optimizer, policy.master_weights, originals, names, self._masters)
+                masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters)
                 steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
                 bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
                 undo.callback(weak_method(bound[optimizer].release))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
@@ -27,7 +29,7 @@ from ampctx.optimizers._options import param_name
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.any_optimizer import with_wrapped
-from ampctx.weights.masters import MasterParams, wrappers_of
+from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 from ampctx.weights.store import EXTRAS, joined
 
@@ -129,9 +131,13 @@ def _refuse_forward(wrapper: nn.Module, args: Any) -> None:
 
 def refuse_wrappers(cast: Iterable[weakref.ref[Tensor]]) -> None:
     """Has each DistributedDataParallel of these parameters raise at its next forward. It has hooks on nodes of autograd
-    that a cast replaces."""
-    for wrapper in wrappers_of(t for ref in cast if (t := ref()) is not None and t.requires_grad):
-        wrapper.register_forward_pre_hook(_refuse_forward)
+    that a cast replaces, and no parameter, node or module names it."""
+    trained = {id(t) for ref in cast if (t := ref()) is not None and t.requires_grad}
+    objects = gc.get_objects() if trained and is_distributed() else []  # without a process group there is none
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
+    for wrapper in [o for o in objects if type(o) in kinds]:
+        if not trained.isdisjoint(map(id, wrapper.parameters())):
+            wrapper.register_forward_pre_hook(_refuse_forward)
 
 
 @torch.no_grad()

@@ -7,32 +7,29 @@ the two, the other follows, see ``resync``. Loaded fp32 values set the master it
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampctx._collectives import is_distributed, maximum_over_ranks
+from ampctx._collectives import is_distributed
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError
 from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
-from ampctx.kernels.foreach import Unread, move
+from ampctx.kernels.foreach import Unread
 from ampctx.kernels.plan import advanced, changed, have_members, have_no_grads, marks
-from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
-from ampctx.weights.store import SPLIT, resynced
+from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
@@ -48,7 +45,7 @@ class MasterParams:
 
     Args:
         optimizer: masters replace 16-bit parameters in its groups. Held weakly.
-        master_weights: whether 16-bit parameters get masters. "split": the optimizer keeps what they lack of fp32.
+        master_weights: whether 16-bit parameters get masters.
         originals: the data of parameters before a cast; their masters start from it.
         name_of: gives the name of a parameter, for messages.
         beside: those of the session, which these join. One of them alone may have the master of a parameter.
@@ -68,15 +65,14 @@ class MasterParams:
     def __init__(
         self,
         optimizer: Any,
-        master_weights: bool | str | None,
+        master_weights: bool,
         originals: Mapping[Tensor, Tensor],
         name_of: Callable[[Tensor], str] | None = None,
         beside: weakref.WeakSet[MasterParams] | None = None,
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.beside = weakref.WeakSet() if beside is None else beside
-        self._is_split, self._name_of = master_weights == "split", name_of or ParameterNames()
-        self.master_weights = bool(master_weights) and not self._is_split
+        self.master_weights, self._name_of = master_weights, name_of or ParameterNames()
         self.place = Place()
         # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients.
         self.takes_step = takes_step(optimizer)
@@ -104,8 +100,6 @@ class MasterParams:
         self.unsure = True
         # Since the latest block, masters were loaded directly; weights were loaded into the model.
         self.were_restored = self.were_loaded = False
-        # In a process group until the first block, the data of parameters from before their cast.
-        self._originals: dict[Tensor, Tensor] = {}
         # In a process group, the versions of weights whose masters a load has set, by id.
         self._loaded: dict[int, int] = {}
         # The marks of weights and of masters when they last agreed.
@@ -114,7 +108,7 @@ class MasterParams:
         self.ahead = False
         self._members: list[list[Tensor]] = []
         self.follow(originals=originals)
-        if self.master_weights:
+        if master_weights:
             ALIVE.add(self)
             self.beside.add(self)
 
@@ -188,8 +182,6 @@ class MasterParams:
                 self._low.add(id(p))
             if original is not None:
                 self._cast.append((p, original.dtype))
-                if self._is_split and p.dtype == torch.bfloat16 and p.requires_grad and is_distributed():
-                    self._originals[p] = original
                 _move_state(optimizer, p, p, self._state_dtype(p.dtype))
         for p, master in made:
             _move_state(optimizer, p, master, torch.float32)
@@ -242,10 +234,8 @@ class MasterParams:
                 "tensors. Leave the parameters in fp32: under fully_shard the shards are the masters then. With tensor "
                 "parallelism alone use O1 or O4. See docs/guide/fsdp_zero.md#fsdp2."
             )
-        source = p if original is None else original
-        if source is not p and is_distributed():
-            # Every rank starts from the rounded weight, because a broadcast makes only the model equal.
-            self._originals[p], source = source, p
+        # In a process group every rank starts from the rounded weight, because a broadcast makes only the model equal.
+        source = p if original is None or is_distributed() else original
         # A copy even of fp32 data: state dicts from before initialize share the original.
         master = source.detach().to(torch.float32, copy=True)
         return MasterParam(master, place=self.place) if self.takes_pending else nn.Parameter(master)
@@ -391,34 +381,8 @@ class MasterParams:
                 master.copy_(p)
         self.agree()
         if weights_final:
-            self._take_originals()
             self.unsure = self.were_restored = self.were_loaded = False
             self._loaded = {}
-
-    def _take_originals(self) -> None:
-        """With DistributedDataParallel, masters take the fp32 values from before the cast that round to the weight, of
-        parameters for which all its ranks had the same. One all_reduce. No host sync."""
-        originals, self._originals = self._originals, {}
-        groups = {wrapper.process_group for wrapper in wrappers_of(originals)}
-        if len(groups) != 1:
-            return
-        if self.were_loaded or self.were_restored:  # here, and maybe on no other rank
-            originals = {p: p.float() for p in originals}
-        device = next(iter(originals)).device
-        sums = [t.float().view(torch.int32).sum(dtype=torch.int64) for t in originals.values()]
-        bits = torch.stack([move(each, device) for each in sums])
-        call, has = "The first amp.scale_loss or optimizer.step()", f"fp32 values of {len(sums)} parameters"
-        highest, lowest = maximum_over_ranks(torch.stack((bits, -bits)), groups, call, has)
-        for (p, original), is_same in zip(originals.items(), highest == -lowest, strict=True):
-            is_same = move(is_same, p.device)
-            if (master := self._master_of.get(id(p))) is not None:
-                taken = is_same & (original.to(p.dtype) == p) & (master == p)
-                master.copy_(torch.where(taken, original, master))
-            elif self._is_split and SPLIT.key not in (state := self._optimizer().state[p]):
-                high, low = split(original.float())
-                rest = torch.where(is_same & (high == p), low, 0)
-                state[SPLIT.key] = rest.cpu() if getattr(self._optimizer(), "offload", None) else rest
-        self.agree()
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, master) for those of the model parameters that have a master here."""
@@ -483,14 +447,6 @@ class MasterParams:
             for master in self.masters:
                 if stored_grad(master) is not None:
                     master.grad = None
-
-
-def wrappers_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """The wrappers that have some of these parameters, of which no parameter, node or module names one."""
-    ids = set(map(id, params))
-    objects = gc.get_objects() if ids and is_distributed() else []  # without a process group there is none
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    return [o for o in objects if type(o) in kinds and not ids.isdisjoint(map(id, o.parameters()))]
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

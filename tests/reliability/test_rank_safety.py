@@ -92,48 +92,6 @@ def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(level)
         wrapped(batch(RANK))
 
 
-# --- where fp32 weights start -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("level", "kind", "options"),
-    [("O2", "SGD", {}), ("O5", "FusedAdam", {}), ("O5", "FusedAdam", {"master_weights": "split"})],
-)
-@on_ranks(2)
-def test_fp32_weights_that_all_ranks_have_survive_the_broadcast_of_16_bits(level, kind, options):
-    """The first block compares them in one all_reduce. Others start from what was broadcast, on every rank alike."""
-    for seed, is_wrapped, exact in ((0, True, [True] * 4), (RANK, True, [True, True, False, True]), (0, False, None)):
-        model = mlp()
-        nn.init.normal_(model[3].weight, generator=torch.Generator().manual_seed(seed))
-        before = {name: t.clone() for name, t in model.state_dict().items() if t.dim() and not name.startswith("1.")}
-        session, _, optimizer = started(level, kind, model, loss_scale=128.0, **options)
-        wrapped = DistributedDataParallel(model) if is_wrapped else model
-        sent = []
-        for i in range(2):
-            with counted_all_reduce() as calls:
-                backward(session, wrapped(batch(RANK, i)).float().square().mean(), optimizer)
-            sent.append(calls)
-        assert sent == [[2 * 4 * 8] if is_wrapped else [], []]
-        exported = session.master_state_dict(model)
-        after = [exported[name] for name in before]
-        assert list(map(torch.equal, after, before.values())) == (exact or [False] * 4)
-        first, second = all_ranks(digest(after))
-        assert first == second
-        session.reset()
-
-
-@on_ranks(2)
-def test_fp32_weights_that_one_rank_has_loaded_do_not_come_back():
-    session, model, optimizer = started("O5")
-    if RANK == 0:
-        model.load_state_dict(mlp(7).state_dict())
-    wrapped = DistributedDataParallel(model)
-    backward(session, wrapped(batch(RANK)).float().square().mean(), optimizer)
-    first, second = all_ranks(digest(list(session.master_params(optimizer))))
-    assert first == second
-    session.reset()
-
-
 # --- what differs -----------------------------------------------------------------------------------------------------
 
 
