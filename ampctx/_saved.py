@@ -46,4 +46,7 @@ def check_format(state: Mapping[str, Any], where: str, known: Collection[str]) -
 def check_known(state: Mapping[Any, Any], where: str, known: Collection[str]) -> None:
     """Raises AmpKeyError for entries that this version does not know, so that none is lost in silence."""
     if unknown := [f'"{key}"' for key in state if key not in known]:
-        raise AmpKeyError(f"{where} has {listed(unknown)}, which this version of ampctx does not load")
+        raise AmpKeyError(
+            f"{where} has {listed(unknown)}, which this version of ampctx does not load. Load it "
+            "with the version that saved it, or leave them out."
+        )

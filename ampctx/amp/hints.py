@@ -12,7 +12,10 @@ from torch import Tensor
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
 from ampctx.casts.arguments import LOW_PRECISION
+from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
+from ampctx.kernels.reference import widest
+from ampctx.scaling.step_record import host_may_read
 
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
@@ -142,20 +145,23 @@ class Hints:
         if names := [f'"{name}"' for name, now in self.aside.items() if former.get(name, now) != now]:
             self.say(
                 "averages",
-                f"amp: {listed(names)} changed between two steps, are in no optimizer and have no fp32 master. An "
-                "average in 16 bits loses small changes. Keep that model in fp32, out of amp.initialize, and average "
-                "amp.master_params(optimizer). See docs/guide/schedulers.md#schedulers-swa-and-ema.",
+                f"amp: {listed(names)} changed between two steps, are in no optimizer of amp.initialize and have no "
+                "fp32 master. An average in 16 bits loses small changes. If this is one, keep that model in fp32, out "
+                "of amp.initialize, and average amp.master_params(optimizer). "
+                "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
             )
 
     def _look_at_masters(self, step: StepFacts) -> None:
         """At whether a step that ran on gradients has changed a master."""
         before, former = self.still[step.optimizer], step.former
-        if before and before[0] is former:
-            return  # in one step, which evaluates the model again
-        # Some values, too, because optimizers that write through ``.data`` change no version.
-        here = [master.detach().reshape(-1)[:8] for master in step.masters if master.device == step.masters[0].device]
-        now = marks(step.masters), torch.cat(here[:64] or [torch.empty(0)])
-        is_same = bool(here and before) and before[1] == now[0] and torch.equal(before[2], now[1])
+        if (before and before[0] is former) or not host_may_read() or is_watched():
+            return  # in one step, which evaluates the model again; or nobody may read the device
+        # Sums, too, because optimizers that write through ``.data`` change no version.
+        here = [master.detach() for master in step.masters if master.device == step.masters[0].device]
+        now = marks(step.masters), [master.sum(dtype=widest(master.device)) for master in here]
+        is_same = bool(here and before) and before[1] == now[0]
+        if is_same and not (former is not None and former.skipped):
+            is_same = torch.equal(torch.stack(before[2]), torch.stack(now[1]))
         if here and (not before or (is_same and former is not None and former.skipped)):
             self.still[step.optimizer] = (former, *now) if step.has_grads else ()
             return

@@ -234,7 +234,7 @@ class AmpSession:
         for model in model_list:
             reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32, policy.input_dtype)
-        setup.check(model_list, optimizer_list, self._bindings, policy.keeps_masters)
+        setup.check(model_list, optimizer_list, self._bindings, policy)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
         sharded = {model: plan for model, plan in plans if plan is not None}
@@ -271,7 +271,8 @@ class AmpSession:
             for optimizer in optimizer_list:
                 if policy.master_weights == "split":
                     setup.begin_split(undo, optimizer, originals)
-                masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters)
+                allows_16bit = self.allow_incoming_model_not_fp32
+                masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters, allows_16bit)
                 steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
                 bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
                 undo.callback(weak_method(bound[optimizer].release))
@@ -435,11 +436,12 @@ class AmpSession:
         # An optimizer keeps those of its own initialize.
         scales = bindings[0].loss_scales if bindings else self.loss_scales
         others = [scale for b in bindings if b.loss_scales is not scales for scale in b.loss_scales]
-        if others and not all(scale.is_identity for scale in (*scales, *others)):
+        fixed = {None if scale.dynamic else scale.init_scale for scale in (*scales, *others)}
+        if others and (None in fixed or len(fixed) > 1):
             raise AmpError(
                 "amp.scale_loss: these optimizers went through several amp.initialize calls, and each call has a loss "
-                "scale of its own. Pass models and optimizers that share a loss to one call, as lists. "
-                "See docs/guide/several_losses.md."
+                "scale of its own, of which only one would move. Pass models and optimizers that share a loss to one "
+                "call, as lists. See docs/guide/several_losses.md."
             )
         return scales
 

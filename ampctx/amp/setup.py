@@ -63,10 +63,11 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any], keeps_masters: bool) -> None:
+def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any], policy: PrecisionPolicy) -> None:
     """Raises AmpError for an optimizer that is under amp already, steps the model by other tensors, or holds one that
     would miss the masters; and for CUDA without cuDNN."""
-    _refuse_other_tensors(models, optimizers)
+    if policy.loss_scale != 1.0 or policy.input_dtype not in (None, torch.float32):
+        _refuse_other_tensors(models, optimizers)
     if not torch.backends.cudnn.enabled and any(p.is_cuda for m in models for p in m.parameters()):
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     for i, optimizer in enumerate(optimizers):
@@ -88,7 +89,7 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
             )
         own, inner = [group["params"] for group in optimizer.param_groups], with_wrapped(optimizer)[1:]
         known = {id(p) for params in own for p in params}
-        for one in inner if keeps_masters and not steps_a_partition(optimizer) else ():
+        for one in inner if policy.keeps_masters and not steps_a_partition(optimizer) else ():
             lists = [group["params"] for group in one.param_groups]
             if any(id(p) in known for params in lists if all(params is not o for o in own) for p in params):
                 kind = type(optimizer).__name__
@@ -104,19 +105,22 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
 def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> None:
     """Raises AmpError for a parameter that is none of the models' and lies in their memory, such as one flat buffer."""
 
-    def address(p: Tensor) -> int:
-        return p.untyped_storage().data_ptr() if type(p) is nn.Parameter else 0
+    def place(p: Tensor) -> tuple[int, int]:
+        at = p.data_ptr() if type(p) is nn.Parameter else 0
+        return at, at + (p.nbytes if at else 0)
 
     of_models = {p: name for model in models for name, p in model.named_parameters()}
-    memory = {at: name for p, name in of_models.items() if (at := address(p))}
+    places = [(place(p), name) for p, name in of_models.items()]
     for i, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
         for g, j, p in ((g, j, p) for g, group in enumerate(groups) for j, p in enumerate(group["params"])):
-            if p not in of_models and address(p) in memory:
+            begin, end = (0, 0) if p in of_models else place(p)
+            if shared := [name for (first, last), name in places if max(begin, first) < min(end, last)]:
                 raise AmpError(
                     f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
-                    f'model, and lies in the memory of "{memory[address(p)]}". No backward makes its gradient, so amp '
-                    "cannot unscale it. Make the optimizer of model.parameters(). Those of ampctx step them together."
+                    f'model, and lies in the memory of "{shared[0]}". No backward makes its gradient, so amp '
+                    "cannot unscale it. Make the optimizer of model.parameters(): ampctx's step them together, too. "
+                    "See docs/optimizers.md."
                 )
 
 

@@ -31,10 +31,12 @@ def note_dtypes(model: nn.Module, low: torch.dtype) -> None:
     cure = next((cure for pattern, cure in _CURES if re.search(pattern, str(error))), None)
     if cure is None or hasattr(error, "__notes__"):
         return
-    names, found = {id(m): name for name, m in model.named_modules()}, model
+    names, found = {id(m): name for name, m in model.named_modules()}, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(module := frame.f_locals.get("self"), nn.Module) and id(module) in names:
             found = module
+    if found is None:  # an error of others, which handle it now
+        return
     name = names[id(found)]
     place = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
     kept = f'Or keep the module in fp32: keep_fp32="{name}". ' if name else ""

@@ -69,6 +69,7 @@ class MasterParams:
         originals: Mapping[Tensor, Tensor],
         name_of: Callable[[Tensor], str] | None = None,
         beside: weakref.WeakSet[MasterParams] | None = None,
+        allows_16bit: bool = False,
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.beside = weakref.WeakSet() if beside is None else beside
@@ -86,8 +87,9 @@ class MasterParams:
         self._master_of: dict[int, Tensor] = {}
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
         self._frozen: list[Tensor] = []
-        # Ids of parameters without master that were in 16 bits when they were added, and trained or in a cast model.
-        self._is_cast = bool(originals)
+        # Ids of parameters without master that were in 16 bits when they were added, and trained, in a cast model or
+        # allowed.
+        self._takes_frozen = bool(originals) or allows_16bit
         self._low: set[int] = set()
         # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
         self._left: Any = WeakIdKeyDictionary()
@@ -178,7 +180,7 @@ class MasterParams:
                 self._left[p] = weakref.ref(master)
         for p in plain:
             original = originals.get(p)
-            if p.dtype in LOW_PRECISION and (p.requires_grad or self._is_cast) and id(p) not in known:
+            if p.dtype in LOW_PRECISION and (p.requires_grad or self._takes_frozen) and id(p) not in known:
                 self._low.add(id(p))
             if original is not None:
                 self._cast.append((p, original.dtype))

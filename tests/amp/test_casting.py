@@ -379,3 +379,17 @@ def test_other_errors_have_no_note(session, level):
         with pytest.raises(type(error)):
             model(torch.ones(3, 4))
         assert not hasattr(error, "__notes__")
+
+
+class Quiet(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def test_an_error_that_is_handled_around_a_forward_has_no_note(session):
+    model = session.initialize(nn.Sequential(Quiet()), opt_level="O5", verbosity=0)
+    try:
+        raise RuntimeError("a dtype of the program's own")
+    except RuntimeError as error:
+        model(torch.ones(1))
+        assert not hasattr(error, "__notes__")

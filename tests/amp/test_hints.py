@@ -380,6 +380,15 @@ def test_steps_that_write_in_another_way_or_have_no_rate_are_right(session, said
     assert said() == []
 
 
+def test_a_step_that_writes_few_rows_in_another_way_is_right(session, said):
+    model, optimizer = start(session, "O2", WritesData, nn.Embedding(100, 4), verbosity=1, loss_scale=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(session, model(torch.tensor([50, 60])).square().sum(), optimizer)
+        optimizer.step()
+    assert said() == []
+
+
 @pytest.mark.parametrize("assigns", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_an_average_in_16_bits_is_said_once(session, said, level, assigns):

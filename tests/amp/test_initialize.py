@@ -228,6 +228,18 @@ def test_frozen_16_bit_parameters_stay_and_others_train_beside_them(session, lev
     assert not torch.equal(model.adapter.weight, start)
 
 
+def test_a_16_bit_parameter_that_was_allowed_may_be_unfrozen(session):
+    session.allow_incoming_model_not_fp32 = True
+    model = Adapted(torch.bfloat16)
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    model.base.requires_grad_(True)
+    before = model.base.weight.detach().clone()
+    backward(session, model(torch.ones(2, 4)).square().mean(), optimizer)
+    optimizer.step()
+    assert not torch.equal(model.base.weight, before)
+
+
 @pytest.mark.parametrize(("level", "dtype"), [("O2", "bfloat16"), ("O3", "bfloat16"), ("O5", "float16")])
 def test_frozen_parameters_that_a_cast_would_round_are_refused(session, level, dtype):
     with pytest.raises(AmpError, match="Found param base.weight.* the 16-bit type of the level"):

@@ -270,3 +270,9 @@ def test_optimizers_of_several_calls_share_no_loss_that_has_a_scale(session, lev
     else:
         backward(session, one.loss(1.0) + two.loss(1.0), [first, second])
     assert grads(session, first)[0].mean().item() == (1.0 if is_refused else 2.0)
+
+
+def test_optimizers_of_several_calls_share_a_loss_at_one_static_scale(session):
+    (one, first), (two, second) = [probe(session, "O2", loss_scale=8.0) for _ in range(2)]
+    backward(session, one.loss(1.0) + two.loss(1.0), [first, second])
+    assert grads(session, first)[0].mean().item() == grads(session, second)[0].mean().item() == 1.0
