@@ -185,7 +185,7 @@ def test_a_test_out_of_time_is_named(check, cases, monkeypatch):
         "import pytest, time\n\n@pytest.mark.cuda\ndef test_a(): pass\n@pytest.mark.cuda\ndef test_b(): time.sleep(99)"
     )
     pytest_of = check.pytest
-    monkeypatch.setattr(check, "pytest", lambda folder, limit: pytest_of(folder, 15.0))
+    monkeypatch.setattr(check, "pytest", lambda folder, limit: pytest_of(folder, 8.0))
     found = cases(code)
     assert (found["status"], found["counts"]) == (TIMED_OUT, {"passed": 1, "timed out": 1})
 
