@@ -574,7 +574,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """
         _checkpoint.refuse_strays(self)
         found = super().state_dict()
-        return {**found, "state": _state_types.for_any_ranks(found["state"]), **self._saved()}
+        is_own = any(not _checkpoint.OWN.isdisjoint(state) for state in found["state"].values())
+        return {**found, "state": _state_types.for_any_ranks(found["state"]), **self._saved(is_own)}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

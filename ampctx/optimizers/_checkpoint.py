@@ -29,6 +29,7 @@ logger = logging.getLogger("ampctx")
 SKIPPED = "skipped_steps"  # the key of a guard's count
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
+OWN = {*EXTRAS.values(), *CODES_OF, *SCALES_OF}  # neither torch's nor apex's
 KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
 # Keys, and what the lowest and the highest of their values may be. The first row with a key counts.
 _VALUES: list[tuple[Collection[str], str, Callable[[float, float], bool]]] = [

@@ -150,9 +150,11 @@ class Guarded:
         sync."""
         return 0 if self._guard is None else self._guard.earlier + self._guard.record.skipped_steps()
 
-    def _saved(self) -> dict[str, int]:
-        """What a state dict has beside torch's entries. Host sync with a guard."""
-        return {"format": FORMAT, **({} if self._guard is None else {SKIPPED: self.skipped_steps()})}
+    def _saved(self, is_own: bool) -> dict[str, int]:
+        """What a state dict has beside the entries of torch's and apex's, in a format of ampctx's own. Host sync with a
+        guard."""
+        count = {} if self._guard is None else {SKIPPED: self.skipped_steps()}
+        return {"format": FORMAT, **count} if is_own or count else {}
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         if self._guard is not None:

@@ -210,7 +210,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         """State and options, as in torch, with tensors of the optimizer. Host sync with ``skip_nonfinite`` or
         ``skip_norm_above`` alone, for the count."""
         refuse_strays(self)
-        return {**super().state_dict(), **self._saved()}
+        return {**super().state_dict(), **self._saved(is_own=True)}
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
