@@ -272,7 +272,7 @@ def test_contribs_fp16_optimizer_resumes(flat):
 FLAT = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
 BAD = {
     "no masters here": ("O1", {"fp32_from_fp16": [[]]}, "the optimizer has no masters. Resume at opt_level='O2'"),
-    "no state of it": ("O1", None, r"no state of an FP16_Optimizer: it has \['format', 'param_groups', 'state'\]"),
+    "no state of it": ("O1", None, r"this is no state of an FP16_Optimizer: it has \['param_groups', 'state'\]"),
     "groups": ("O2", {"fp32_from_fp16": []}, "has 0 groups, the optimizer has 1"),
     "shapes": ("O2", {"fp32_from_fp16": [[torch.ones(2)]]}, r"\[0\] has masters of shapes \[\(2,\)\]"),
     "flat state": ("O2", {"optimizer_state_dict": FLAT, "fp32_groups_flat": [torch.zeros(74)]},
