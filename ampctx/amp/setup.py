@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -105,17 +106,24 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
 def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> None:
     """Raises AmpError for a parameter that is none of the models' and lies in their memory, such as one flat buffer."""
 
-    def place(p: Tensor) -> tuple[int, int]:
-        at = p.data_ptr() if type(p) is nn.Parameter else 0
-        return at, at + (p.nbytes if at else 0)
+    def place(p: Tensor) -> tuple[int, int, int]:
+        """Of its storage, its begin and its end."""
+        if type(p) is not nn.Parameter or not (at := p.data_ptr()):
+            return 0, 0, 0
+        return p.untyped_storage().data_ptr(), at, at + p.nbytes
 
     of_models = {p: name for model in models for name, p in model.named_parameters()}
-    places = [(place(p), name) for p, name in of_models.items()]
+    places = defaultdict[int, list](list)
+    for p, name in of_models.items():
+        storage, *ends = place(p)
+        places[storage].append((*ends, name))
+    places.pop(0, None)
     for i, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
-        for g, j, p in ((g, j, p) for g, group in enumerate(groups) for j, p in enumerate(group["params"])):
-            begin, end = (0, 0) if p in of_models else place(p)
-            if shared := [name for (first, last), name in places if max(begin, first) < min(end, last)]:
+        members = [(p, g, j) for g, group in enumerate(groups) for j, p in enumerate(group["params"])]
+        for p, g, j in (member for member in members if member[0] not in of_models):
+            storage, begin, end = place(p)
+            if shared := [name for first, last, name in places.get(storage, ()) if max(begin, first) < min(end, last)]:
                 raise AmpError(
                     f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
                     f'model, and lies in the memory of "{shared[0]}". No backward makes its gradient, so amp '
