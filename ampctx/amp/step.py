@@ -314,11 +314,15 @@ class OptimizerBinding:
             flag.decide("optimizer.step()")
 
     @without_grad
-    def ready(self, before_closure: bool = False, evaluates: bool = True) -> None:
+    def ready(self, before_closure: bool = False, may_leave_flag: bool = False) -> None:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on the flags of
-        blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that."""
+        blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that.
+        ``may_leave_flag``: the step evaluates no closure, which would read the flag of the latest block."""
         if waiting.ALL:
-            self.flags.decide("optimizer.step()") if evaluates else self._agree_or_leave_to_step()
+            if may_leave_flag:
+                self._agree_or_leave_to_step()
+            else:
+                self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
@@ -379,7 +383,7 @@ class OptimizerBinding:
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
-            self.ready(evaluates=False)
+            self.ready(may_leave_flag=True)
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_at_limit(self.flags.take):

@@ -100,7 +100,7 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
     """Raises AmpKeyError for the state of another optimizer, or a partial state: the rest would silently start at 0."""
     known = {kept.key for kept in spec.states}
     known |= {key for kept in spec.coded for key in (kept.codes_key, kept.scales)}
-    if unknown := [key for key in state if key not in {*known, *KEPT, *EXTRAS.values(), "step"}]:
+    if unknown := sorted(state.keys() - known - KEPT - OWN - {"step"}, key=str):
         logger.warning("%s: the state of %s has %s, which no step reads.", optimizer, name, listed(unknown))
     foreign = sorted(KEPT.intersection(state).difference(known))
     if foreign:

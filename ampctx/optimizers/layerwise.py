@@ -148,7 +148,7 @@ def takes_flag(optimizer: Any, found_inf: Tensor, over: list[Any]) -> bool:
     before. It then takes the flag along: sums do, largest magnitudes do not."""
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    if getattr(optimizer, "_guard", None) is not None or set(map(device_of, params)) != {found_inf.device}:
+    if set(map(device_of, params)) != {found_inf.device}:
         return False
     grids = [spread.grid for spread in spreads_of([p for p in params if is_split(p)]) if spread.grid is not None]
     return groups[0].get("norm_type") != 0 and [grid.groups for grid in grids] == [over]
