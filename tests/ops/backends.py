@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -44,11 +44,6 @@ def combinations(dtypes: Sequence[torch.dtype], lists: int) -> list[tuple[torch.
 
 def combination_id(dtypes: Sequence[torch.dtype]) -> str:
     return "->".join(map(short, dtypes))
-
-
-def on_cpu(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Where plain torch takes microseconds for a small tensor."""
-    return [t.cpu() for t in tensors]
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

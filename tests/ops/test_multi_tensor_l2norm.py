@@ -4,18 +4,7 @@ import math
 
 import pytest
 import torch
-from backends import (
-    ALL_FLOATS,
-    CHUNKS,
-    FLOATS,
-    FULL_BLOCKS,
-    NON_FINITE,
-    SIZES,
-    on_cpu,
-    serves_or_refuses,
-    short,
-    with_threads,
-)
+from backends import ALL_FLOATS, CHUNKS, FLOATS, FULL_BLOCKS, NON_FINITE, SIZES, serves_or_refuses, short, with_threads
 
 
 def assert_norms(norm, per_tensor, tensors, inv_scale=1.0):
@@ -23,8 +12,7 @@ def assert_norms(norm, per_tensor, tensors, inv_scale=1.0):
     assert norm.shape == ()
     assert per_tensor.shape == (len(tensors),)
     assert norm.dtype == per_tensor.dtype == dtype
-    tensors = on_cpu(tensors)
-    exact = [torch.linalg.vector_norm(t.double() * inv_scale).item() for t in tensors]
+    exact = [torch.linalg.vector_norm(t.cpu().double() * inv_scale).item() for t in tensors]
     sizes = [t.numel() for t in tensors]
     rows = [*zip(per_tensor.tolist(), exact, sizes, strict=True), (norm.item(), math.hypot(*exact), sum(sizes))]
     for got, want, n in rows:
