@@ -68,7 +68,7 @@ def cuda_tool(name: str) -> str:
     return next(filter(None, map(shutil.which, [f"{home}/bin/{name}", name, f"/usr/local/cuda/bin/{name}"])), name)
 
 
-def facts(commit: str | None = None) -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     import torch
 
     fields, changing = GPU_FIELDS.split(), ("ampctx", "csrc", "tests", "benchmarks/*.py", "setup.py")
@@ -76,7 +76,7 @@ def facts(commit: str | None = None) -> dict[str, Any]:
     versions = {tool: output_of(cuda_tool(tool), "--version") for tool in ("nvcc", "compute-sanitizer")}
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        "commit": output_of("git", "rev-parse", "HEAD"),
         "changed": output_of("git", "status", "--porcelain", "--", *changing),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -255,7 +255,6 @@ def main(arguments: list[str] | None = None) -> int:
     of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
-    parser.add_argument("--commit", metavar="HASH", help="of these files; default: what git says")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
     only = args.only.split(",")
@@ -263,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(PARTS)}, and of none of these")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
-    check = Check(args.out.resolve(), facts(args.commit), args.budget, command)
+    check = Check(args.out.resolve(), facts(), args.budget, command)
     check.write()
     check.file.with_suffix(".log").unlink(missing_ok=True)
     if (found := check.report["facts"])["gpu"] is None:

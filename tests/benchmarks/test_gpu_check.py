@@ -65,7 +65,7 @@ def test_a_part_has_parts():
 
 def test_a_run_of_some_parts_ends_with_those_that_are_not_ok(tmp_path, monkeypatch, capsys):
     """On a GPU that facts makes up: without CUDA here the build ends, and nothing after it is started."""
-    monkeypatch.setattr(gpu_check, "facts", lambda commit: {**FACTS, "gpu": "A GPU", "capability": "90"})
+    monkeypatch.setattr(gpu_check, "facts", lambda: {**FACTS, "gpu": "A GPU", "capability": "90"})
     monkeypatch.setattr(Check, "build", lambda check: check.part("build", 9.0, python(check, "raise SystemExit(5)")))
     out = tmp_path / "found.json"
     assert gpu_check.main(["--out", str(out), "--only", "build,exercise"]) == 1
