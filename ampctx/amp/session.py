@@ -360,8 +360,8 @@ class AmpSession:
                 the next of ``clip_grad_norm_``, step and block raises it.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``, or several went through calls of it with scales that are
-                not one static scale; ``num_losses`` does not cover the loss id. At the end:
-                another block has left scaled gradients in an optimizer.
+                not one static scale; ``num_losses`` does not cover the loss id. At the end: another block has left
+                scaled gradients in an optimizer.
 
         No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
         with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors

@@ -96,7 +96,8 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
                 kind = type(optimizer).__name__
                 raise AmpError(
                     f"optimizers[{i}] ({kind}) holds a {type(one).__name__} with param groups of its own over the same "
-                    "parameters. fp32 masters would replace only those in the groups outside, and nothing would train. "
+                    "parameters. fp32 masters would replace only those in the groups outside: steps of the one inside "
+                    "would train nothing. "
                     f"Pass the optimizers inside {kind} to amp.initialize and to scale_loss, or let both share the "
                     "groups: self.param_groups = inner.param_groups. O1 and O4 take it as it is. "
                     "See docs/errors.md#has-changed-no-fp32-master-weight."

@@ -22,6 +22,7 @@ from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
+from ampctx.scaling.loss_scale import check_count
 from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
@@ -56,7 +57,7 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     if "param_groups" not in checkpoint:
         return None
     check_format(checkpoint, "state_dict", ("state", "param_groups", "format", SKIPPED))
-    typed(plain(checkpoint.get(SKIPPED, 0)), int, f'state_dict["{SKIPPED}"]')
+    check_count(f'state_dict["{SKIPPED}"]', plain(checkpoint.get(SKIPPED, 0)), 0)
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):

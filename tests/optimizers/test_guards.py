@@ -192,8 +192,9 @@ def test_a_checkpoint_has_the_count(name):
     give(params_of(other), spoilt(params_of(other), 1, NAN))
     other.step()
     assert other.skipped_steps() == 3
-    with pytest.raises(AmpTypeError, match=r'state_dict\["skipped_steps"\]'):
-        other.load_state_dict({**saved, "skipped_steps": "2"})
+    for wrong, error in (("2", AmpTypeError), (-1, AmpValueError)):
+        with pytest.raises(error, match=r'state_dict\["skipped_steps"\]'):
+            other.load_state_dict({**saved, "skipped_steps": wrong})
     assert other.skipped_steps() == 3
     without = STEPPED_BY[name](parameters())
     without.load_state_dict(saved)
