@@ -9,6 +9,7 @@ starts again; each figure is the median of the runs.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import statistics
 import subprocess
@@ -29,6 +30,11 @@ from peers import OPTIMIZERS, packages
 SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
+
+
+def peers(device: str) -> list[str]:
+    """On a GPU those that are there: `make gpu-check` installs nothing."""
+    return [name for name in PEERS if device == "cpu" or importlib.util.find_spec(name.split("-")[0])]
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,15 @@ def entries(device: str) -> Iterator[Entry]:
         more = ("--against", ",".join(("torch-fused", *against))) if against else ()
         return Entry("tail", (*found, *(["--clip"] if clip else []), *more), goal)
 
+    # torchao compiles its step for each shape.
+    quick = [name for name in peers(device) if name != "torchao-8bit"]
     for model in ("resnet50", "tiny5000") if device == "cpu" else ("resnet50", "bert-large", "tiny5000"):
         yield Entry("ops", ("--device", device, "--model", model), goal=True)
         yield tails(model, "O1", "FusedAdam", False, True, "torch-default")
         yield tails(model, "O1", "FusedAdam", True, True)
         yield tails(model, "O2", "FusedAdam", False, True)
         yield tails(model, "O2", "FusedAdam", True, True)
-        # torchao compiles its step for each shape.
-        yield tails(model, "O5", "FusedAdam", False, False, *(PEERS[:-1] if model == "resnet50" else ()))
+        yield tails(model, "O5", "FusedAdam", False, False, *(quick if model == "resnet50" else ()))
         yield tails(model, "O5", "FusedAdam", True, False)
     for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
@@ -85,7 +92,7 @@ def entries(device: str) -> Iterator[Entry]:
     if device == "cpu":
         yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"), goal=True)
     model = "gpt-small" if device == "cpu" else "resnet50"
-    yield Entry("loop", ("--device", device, "--model", model, "--against", ",".join(("torch-fused", *PEERS))))
+    yield Entry("loop", ("--device", device, "--model", model, "--against", ",".join(("torch-fused", *peers(device)))))
 
 
 def record(device: str, runs: int, rounds: int, output: Path) -> int:
