@@ -222,7 +222,7 @@ class Check:
             words += ["--kernel-name", "kns=ampctx"]
         # Few tensors, which lie in memory of their own, without the caching allocator: it knows the end of each.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-        words += [sys.executable, EXERCISE, "--tensors", "7" if tool == "memcheck" else "300"]
+        words += [sys.executable, EXERCISE, "--tensors", "7" if tool in ("memcheck", "initcheck") else "300"]
         self.part(f"sanitize-{tool}", self.share, lambda limit: self.child(limit, *words, **env)[0])
 
     def together(self, only: list[str]) -> None:
