@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampctx.kernels.ops import extension, is_watched, raise_out_of_memory
 from ampctx.kernels.sharding import dtensor
-from ampctx.kernels.tensor_loops import all_none, grad_of, same_items, version_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, is_fake, same_items, version_of
 
 # A list of an op call comes from a list of tensors; from the gradients of parameters (parameters, gradients); from
 # dicts (dicts, key, entries); or None: each run is given it.
@@ -139,7 +139,7 @@ def marks(tensors: list[Tensor]) -> bytes:
     """Version and address of each tensor, to see later what somebody has written or moved. No host sync."""
     found: bytes | None = _marks(tensors)
     if found is None:
-        pairs = zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True)
+        pairs = ((version_of(t), 0 if is_fake(t) else t.data_ptr()) for t in tensors)
         return array("q", chain.from_iterable(pairs)).tobytes()
     return found
 

@@ -27,6 +27,11 @@ layout_of: Any = _of_tensor.layout.__get__
 version_of: Any = operator.attrgetter("_version")
 
 
+def is_fake(t: Tensor) -> bool:
+    """Whether it is one of FakeTensorMode, which has neither numbers nor an address. The class is private."""
+    return type(t).__name__ == "FakeTensor"
+
+
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
     """``setattr(object, name, value)`` for each object."""
     deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)

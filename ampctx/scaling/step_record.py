@@ -31,7 +31,7 @@ from ampctx.kernels import foreach, ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.reference import skip_counts
 from ampctx.kernels.sharding import values_of
-from ampctx.kernels.tensor_loops import device_of
+from ampctx.kernels.tensor_loops import device_of, is_fake
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count
 from ampctx.weights.step import SkipCounts
@@ -331,6 +331,8 @@ def is_to_tell(before: int, skipped: int) -> bool:
 def overflowed(flags: Flags) -> Overflowed:
     """The losses whose gradients overflowed. One host sync."""
     each = [flag for _, flag in flags.values()]
+    if any(map(is_fake, each)):
+        return []
     values = gathered(each).tolist() if len(each) > 1 else [flag.item() for flag in each]
     return [(loss_id, scale) for (loss_id, (scale, _)), value in zip(flags.items(), values, strict=True) if value]
 
@@ -525,7 +527,7 @@ class StepRecord:
 
     def _poll(self) -> None:
         """Reads counts that have arrived, and starts the next copy. No host sync."""
-        if self._counts is None:
+        if self._counts is None or is_fake(self._counts):
             return
         numbers, event = self._copy = self._copy or _copied(self._counts)
         if event is None or event.query():

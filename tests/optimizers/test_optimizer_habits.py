@@ -102,6 +102,21 @@ def test_fake_tensors_step_for_estimates_of_memory(name):
     assert set(sizes) <= {p.shape for p in params}
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_fake_tensors_train_under_amp(session, level, kind):
+    with torch._subclasses.FakeTensorMode():
+        model = nn.Linear(4, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        session.initialize(model, optimizer, opt_level=level)
+        for _ in range(2):
+            with session.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(optimizer.state[p] for p in session.master_params(optimizer))
+
+
 def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
     ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
     optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
