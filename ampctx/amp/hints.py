@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
@@ -92,6 +93,8 @@ class Hints:
             self._look_at_masters(step)
         steps = min(self.steps.values())
         if steps >= FIRST_STEPS:
+            if self.is_start and step.masters:
+                self._look_at_averages()
             self.is_start = False
             self.leave("left")
         if steps >= self.until:
@@ -148,6 +151,17 @@ class Hints:
                 f"amp: {listed(names)} changed between two steps, are in no optimizer of amp.initialize and have no "
                 "fp32 master. An average in 16 bits loses small changes. If this is one, keep that model in fp32, out "
                 "of amp.initialize, and average amp.master_params(optimizer). "
+                "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
+            )
+
+    def _look_at_averages(self) -> None:
+        """At copies of a 16-bit model that torch averages. Once, as it looks at every live object."""
+        found = [o for o in gc.get_objects() if issubclass(type(o), AveragedModel)]
+        if any(p.dtype in LOW_PRECISION for average in found for p in average.parameters()):
+            self.say(
+                "averages",
+                "amp: an AveragedModel was made of a 16-bit model. An average in 16 bits loses small changes. Make it "
+                "of amp.master_model(model), which has the fp32 master weights, and pass that to update_parameters. "
                 "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
             )
 

@@ -409,6 +409,20 @@ def test_an_average_in_16_bits_is_said_once(session, said, level, assigns):
     assert message.startswith('amp: "models[1].0.weight", "models[1].0.bias", "models[1].')
 
 
+@pytest.mark.parametrize("source", ["model", "masters"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_averaged_model_of_a_16_bit_model_is_said_once(session, said, only_new_objects, level, source):
+    model, optimizer = start(session, level, verbosity=1)
+
+    def now():
+        return model if source == "model" else session.master_model(model)
+
+    average = torch.optim.swa_utils.AveragedModel(now())
+    train(session, model, optimizer, steps=3, after_step=lambda: average.update_parameters(now()))
+    expected = ["amp: an AveragedModel was made of a 16-bit model."] * (level != "O1" and source == "model")
+    assert [message[:49] for message in said()] == expected
+
+
 # --- a scale that bad batches push down -------------------------------------------------------------------------------
 
 
