@@ -190,31 +190,30 @@ class LossScale:
         return self.received(reduced_over(self.sent(found_inf), op, groups, call, "a found_inf flag"), groups, call)
 
     def sent(self, found_inf: Tensor) -> Tensor:
-        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync. Besides flag and number of
-        ranks the bits of the scale in two halves, and their squares: sums of these integers are exact, and show whether
-        a scale differs."""
-        bits = move(self.tensors(found_inf.device)[0], found_inf.device).view(torch.int32)
-        halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
-        flag = found_inf.detach().reshape(()) != 0
-        return torch.cat((torch.stack((flag, torch.ones_like(flag))).double(), halves, halves * halves))
+        """What ranks sum up to agree on a flag: fp64 ``[4]`` on its device. No host sync. Besides the flag the number of
+        ranks, the scale and its square, whose sums show whether a scale differs."""
+        flag, scale = found_inf.detach().reshape(()), move(self.tensors(found_inf.device)[0], found_inf.device).double()
+        return torch.stack((flag != 0, torch.ones_like(flag), scale, scale * scale))
 
     def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
         """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. 1 if scales differ, so that
         every rank skips the step; then AmpRankError where the host reads it: each time on the CPU, where it waits
         anyway; else the first time, after a load and every 1,000th time."""
-        number, halves, squares = joined[1], joined[2:4], joined[4:6]
-        differ = (number * squares != halves * halves).any()  # their variance is not 0
         captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
-        if joined.is_cpu or (self.until_check == 0 and not captures):
+        reads = joined.is_cpu or (self.until_check == 0 and not captures)
+        _, number, total, squares = joined.tolist() if reads else joined.unbind()
+        alike = number * squares <= total * total * (1 + 1e-12)  # their variance is 0, up to rounding
+        if reads:
             self.until_check = CHECKED_EVERY
-            if differ.item():
+            if not alike:
                 here = f"This is {' and '.join(map(ranks_of, groups))}, and has {self.value()}."
                 raise AmpRankError(
                     f"{call}: loss scales differ between ranks. {here} Load the same amp.state_dict() on every rank. "
                     "See docs/errors.md#differ-between-ranks."
                 )
         self.until_check = max(0, self.until_check - 1)
-        return ((joined[0] > 0) | differ).float()
+        flag = joined[0] > 0
+        return (flag if reads else flag | ~alike).float()
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.

@@ -23,7 +23,7 @@ EXACT = 1e-6
 STEPS = 20
 OVERFLOW_AT = 7
 # What ranks sum up: to agree on a flag, and for each of six parameters.
-FLAG, NUMBERS = 48, 6 * 8
+FLAG, NUMBERS = 32, 6 * 8
 # Sums of norms take the flag along. The host reads it before LARC of an optimizer of torch that is not fused.
 BYTES = {
     "LAMB": [FLAG + 2 * NUMBERS, NUMBERS],

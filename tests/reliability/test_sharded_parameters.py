@@ -51,7 +51,7 @@ SCALES = [START, START, START / 2, START / 2, START / 2]
 # Of weights, and relative of norms. In 16 bits batches of another size are rounded otherwise.
 EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
 # The bytes of a norm, or of a flag with the scale; and of both.
-NORM, FLAG = 8, 48
+NORM, FLAG = 8, 32
 BOTH = NORM + FLAG
 DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
 KINDS = {
