@@ -1,4 +1,4 @@
-# make demo   trains a real model in mixed precision          make test    runs the tests, make test-all all of them
+# make demo   trains a real model, in seconds          make test    runs the tests, make test-all all of them
 # Both make their own .venv, take a torch that is there or install one, and build the extension. Nothing else to set up.
 
 TORCH  ?= torch==2.13.0
@@ -23,6 +23,7 @@ machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA
 .PHONY: demo test test-all test-plain test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
+# The run of README's picture, in seconds; ARGS="--epochs 25" trains longer.
 demo: $(VENV)/examples.done
 	$(PY) examples/digits.py $(ARGS)
 

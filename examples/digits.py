@@ -1,13 +1,14 @@
 """Trains a small convolutional net on the UCI handwritten digits in mixed precision, with apex's loop.
 
-    python examples/digits.py                                   # O1: fp32 weights, fp16 where it suits
+    python examples/digits.py                                   # O1: fp32 weights, fp16 where it suits; seconds
     python examples/digits.py --opt-level O2                    # fp16 model, fp32 batch norm and master weights
     python examples/digits.py --optimizer FusedLAMB             # any optimizer of ampctx.optimizers, or torch's SGD
-    python examples/digits.py --first-loss-scale 16777216       # far too high: the first steps overflow and are skipped
+    python examples/digits.py --epochs 25 --first-loss-scale 65536    # longer, from the loss scale of other programs
     python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
     python examples/digits.py --resume digits.pt --epochs 40    # ... and resumes
 
-It prints the test accuracy and draws loss, loss scale and skipped steps over time (digits.png).
+A dynamic loss scale starts far too high, so that the first steps overflow and are skipped. The net then trains in fp32,
+too. The program prints the test accuracies, and draws loss, loss scale and skipped steps over time (digits.png).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ OPTIMIZERS = {
     "SGD": (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, weight_decay=5e-4), 0.05),
 }
 DEFAULT_LOSS_SCALE = {"O0": 1.0, "O1": "dynamic", "O2": "dynamic", "O3": 1.0, "O4": 1.0, "O5": 1.0}
+FP32 = {"opt_level": "O0", "loss_scale": None, "first_loss_scale": None, "checkpoint": None}
 
 
 class UserError(Exception):
@@ -162,7 +164,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
     done = len(history["loss"])
     total = done + (args.epochs - first_epoch) * steps
     # disable=None shows the bar only on a terminal
-    with tqdm(initial=done, total=total, unit="step", disable=args.no_progress or None) as bar:
+    with tqdm(desc=args.opt_level, initial=done, total=total, unit="step", disable=args.no_progress or None) as bar:
         for epoch in range(first_epoch, args.epochs):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed + epoch)).to(device)
             losses = []
@@ -186,26 +188,34 @@ def train(args: argparse.Namespace) -> dict[str, list]:
             bar.set_postfix(loss=f"{loss.item():.4f}", test=f"{history['accuracy'][-1]:.2f}%")
             if args.checkpoint:
                 save_checkpoint(args.checkpoint, args, epoch + 1, history, model, optimizer, schedule)
+    amp.reset()
     return history
 
 
-def plot(history: dict[str, list], opt_level: str, path: Path) -> None:
+def plot(history: dict[str, list], fp32: dict[str, list] | None, opt_level: str, path: Path) -> None:
     loss, scale = np.array(history["loss"]), np.array(history["loss_scale"])
     step, skipped = np.arange(1, len(loss) + 1), np.flatnonzero(history["skipped"]) + 1
     window = max(1, len(loss) // 50)
-    smooth = np.convolve(np.nan_to_num(loss), np.ones(window) / window, mode="valid")
+    later = step[: len(loss) - window + 1] + window // 2
+
+    def smooth(losses: list[float]) -> np.ndarray:
+        return np.convolve(np.nan_to_num(losses), np.ones(window) / window, mode="valid")
+
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     figure.suptitle(f"UCI digits at {opt_level}: test accuracy {history['accuracy'][-1]:.2f}%", weight="bold")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
 
     top.semilogy(step, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
-    top.semilogy(step[: len(smooth)] + window // 2, smooth, color="tab:blue", label=f"mean of {window} steps")
+    top.semilogy(later, smooth(loss), color="tab:blue", label=f"mean of {window} steps")
     top.set_ylabel("training loss", color="tab:blue")
     right = top.twinx()
     right.plot(history["epoch_end"], history["accuracy"], "o-", color="tab:green", markersize=4, label="test accuracy")
+    if fp32:
+        top.semilogy(later, smooth(fp32["loss"]), ":", color="tab:blue", label="the same in fp32")
+        right.plot(fp32["epoch_end"], fp32["accuracy"], "o:", color="tab:green", markersize=4, label="in fp32")
     right.set_ylabel("test accuracy (%)", color="tab:green")
-    right.set_ylim(min(90.0, *history["accuracy"]) - 0.5, 100.5)
-    right.legend(handles=[*top.get_lines(), *right.get_lines()], loc="center right")
+    right.set_ylim(min(90.0, *history["accuracy"], *(fp32 or history)["accuracy"]) - 0.5, 100.5)
+    right.legend(handles=[*top.get_lines(), *right.get_lines()], loc="lower left")
 
     bottom.step(step, scale, where="post", color="tab:orange", linewidth=2, label="loss scale")
     label = f"skipped steps: {len(skipped)} of {len(step)}"
@@ -251,12 +261,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
     parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
-    parser.add_argument("--epochs", type=positive(int), default=25, help="in all, also when resuming; default 25")
+    parser.add_argument("--epochs", type=positive(int), default=3, help="in all, also when resuming; default 3")
     parser.add_argument("--batch-size", type=positive(int), default=16, help="default 16")
     parser.add_argument("--lr", type=positive(float), help="in the first epoch; the default depends on the optimizer")
     parser.add_argument("--max-norm", type=positive(float), default=2.0, help="gradient norm to clip at; default 2")
     parser.add_argument("--loss-scale", type=loss_scale, help='a number or "dynamic"; default: of the opt level')
-    parser.add_argument("--first-loss-scale", type=positive(float), help="first value of a dynamic loss scale")
+    parser.add_argument("--first-loss-scale", type=positive(float), help="of a dynamic loss scale; default 2^24")
+    parser.add_argument("--alone", action="store_true", help="do not train in fp32, too, as --resume does not")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="file to write after every epoch")
@@ -269,7 +280,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     args.plot = args.plot or args.output_dir / "digits.png"
-    if args.first_loss_scale and (args.loss_scale or DEFAULT_LOSS_SCALE[args.opt_level]) != "dynamic":
+    if (args.loss_scale or DEFAULT_LOSS_SCALE[args.opt_level]) == "dynamic":
+        args.first_loss_scale = args.first_loss_scale or 2.0**24
+    elif args.first_loss_scale:
         parser.error("--first-loss-scale needs a dynamic loss scale; add --loss-scale dynamic")
     return args
 
@@ -282,19 +295,22 @@ def main() -> int:
                 raise UserError(f"{option}: {path} cannot be written: it is a directory or lies in none")
         with logging_redirect_tqdm():  # prints amp's log above the bar
             history = train(args)
+            alone = args.alone or args.resume or args.opt_level == "O0"
+            fp32 = None if alone else train(argparse.Namespace(**vars(args) | FP32))
     except UserError as error:
         print(f"digits.py: error: {error}", file=sys.stderr)
         return 2
     code = 0
     try:
-        plot(history, args.opt_level, args.plot)
+        plot(history, fp32, args.opt_level, args.plot)
         print(f"plot written to {args.plot}")
     except OSError as error:
         print(f"digits.py: error: --plot: {args.plot} cannot be written: {error.strerror}", file=sys.stderr)
         code = 1
     skipped, scale = sum(history["skipped"]), history["loss_scale"][-1]
+    in_fp32 = f", in fp32 {fp32['accuracy'][-1]:.2f}%" if fp32 else ""
     print(
-        f"test accuracy {history['accuracy'][-1]:.2f}% | loss scale {scale:g} | "
+        f"test accuracy {history['accuracy'][-1]:.2f}%{in_fp32} | loss scale {scale:g} | "
         f"skipped steps {skipped} of {len(history['skipped'])}"
     )
     return code

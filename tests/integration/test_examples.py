@@ -17,7 +17,7 @@ pytest.importorskip("tqdm", reason="the examples show a progress bar: pip instal
 from example_runs import Forks, forks, refusal, run
 from matplotlib import image
 
-LAST_LINE = re.compile(r"test accuracy ([\d.]+)% \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
+LAST_LINE = re.compile(r"test accuracy ([\d.]+)%(?:, in fp32 [\d.]+%)? \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
 STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
 
 
@@ -58,10 +58,9 @@ def share_of_colour(png: Path, red: int, green: int, blue: int) -> float:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Three epochs at O1 from a loss scale that overflows, with a checkpoint and a plot."""
+    """What `make demo` runs, and a checkpoint: O1 from a loss scale that overflows, then fp32."""
     folder = tmp_path_factory.mktemp("digits")
-    arguments = ("--epochs", 3, "--first-loss-scale", 2**24, "--checkpoint", "digits.pt")
-    return folder, digits(*arguments, cwd=folder)
+    return folder, digits("--checkpoint", "digits.pt", cwd=folder)
 
 
 def test_digits_trains_and_skips_overflows(short_run):
@@ -71,7 +70,7 @@ def test_digits_trains_and_skips_overflows(short_run):
     assert steps == 3 * STEPS_PER_EPOCH
     assert 1 <= skipped <= 16
     assert scale == 2.0 ** (24 - skipped)
-    assert "Selected optimization level O1" in done.stdout
+    assert float(re.search(r", in fp32 ([\d.]+)% ", done.stdout)[1]) >= 97.0
 
 
 def test_digits_draws_loss_scale_and_skips(short_run):
@@ -100,7 +99,7 @@ def test_digits_checkpoint_holds_masters_and_scale(short_run):
 @pytest.mark.full
 def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_path):
     folder, uninterrupted = short_run
-    part = ("--epochs", 1, "--first-loss-scale", 2**24, "--checkpoint", "part.pt")
+    part = ("--epochs", 1, "--checkpoint", "part.pt")
     forked(server, "digits.py", *part, cwd=tmp_path)
     rest = ("--epochs", 3, "--resume", "part.pt", "--checkpoint", "part.pt")
     resumed = forked(server, "digits.py", *rest, cwd=tmp_path)
@@ -118,24 +117,24 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_
 @pytest.mark.full
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
 def test_digits_trains_at(level, server, tmp_path):
-    arguments = ("--opt-level", level, "--epochs", 3, "--plot", "plot")
+    arguments = ("--opt-level", level, "--alone", "--plot", "plot")
     accuracy, scale, skipped, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= (95.0 if level == "O3" else 97.0)
-    assert (scale, skipped) == ((65536.0 / 2**skipped, skipped) if level == "O2" else (1.0, 0))
+    assert (scale, skipped) == ((2.0 ** (24 - skipped), skipped) if level == "O2" else (1.0, 0))
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
 def test_digits_trains_with(optimizer, server, tmp_path):
-    arguments = ("--optimizer", optimizer, "--epochs", 3)
+    arguments = ("--optimizer", optimizer, "--alone")
     accuracy, _, _, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= 96.0
 
 
 @pytest.mark.full
 def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
-    done = digits("--epochs", 1, "--plot", "/dev/full", cwd=tmp_path)
+    done = digits("--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "digits.py: error: --plot: /dev/full cannot be written: No space left on device"
