@@ -27,7 +27,7 @@ MAX_NORM = 1.0
 
 def train_apex(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, opt_level: str) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     size = BATCH // micro_batches
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
         loss = F.cross_entropy(model(inputs), targets) / micro_batches

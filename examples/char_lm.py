@@ -137,7 +137,6 @@ def train(
     optimizer = make_optimizer(args, model)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=args.opt_level, master_weights="split" if args.offload else None,
-        verbosity=args.verbosity,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(args.seed)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
@@ -207,7 +206,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the loss into this PNG")
-    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     if args.offload and args.optimizer != "adamw":

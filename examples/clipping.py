@@ -29,7 +29,7 @@ Clip = Callable[[Iterable[Tensor]], None]
 def train_apex(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Batches, clip: Clip, opt_level: str
 ) -> tuple[float, int]:
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     for x, y in data:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)

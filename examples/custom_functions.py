@@ -171,7 +171,7 @@ def train_with_amp(args: argparse.Namespace, matmul: Callable, data: list[tuple[
     torch.manual_seed(0)
     model = Net(matmul).to(DEVICE)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     for images, labels in data:
         loss = loss_of(model(images), labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -214,7 +214,6 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
     parser.add_argument("--epochs", type=positive, default=6, help="per training run; default 6")
-    parser.add_argument("--verbosity", type=int, default=0, help="1 prints amp's options; default 0")
     return parser.parse_args()
 
 

@@ -74,7 +74,6 @@ def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tup
         [d_optimizer, g_optimizer],
         opt_level=args.opt_level,
         num_losses=3,
-        verbosity=args.verbosity,
     )
 
     history: dict[str, list] = {"loss": [], "loss_scale": []}
@@ -199,7 +198,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--output-dir", type=Path, default=Path(), metavar="DIR", help="folder for the pictures; default: this one"
     )
-    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     if args.batch_size < 2:

@@ -148,9 +148,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
     model = make_model().to(device)
     make_optimizer, default_lr = OPTIMIZERS[args.optimizer]
     optimizer = make_optimizer(model.parameters(), args.lr or default_lr)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale, verbosity=args.verbosity
-    )
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)
     if args.first_loss_scale:
         amp.load_state_dict({"loss_scaler0": {"loss_scale": args.first_loss_scale, "unskipped": 0}})
@@ -276,7 +274,6 @@ def parse_args() -> argparse.Namespace:
         "--output-dir", type=Path, default=Path(), metavar="DIR", help="folder for the plot; default: this one"
     )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="default digits.png in --output-dir")
-    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     args.plot = args.plot or args.output_dir / "digits.png"

@@ -63,7 +63,7 @@ def train(args: argparse.Namespace, level: str, images: Tensor, labels: Tensor) 
     model = Net().to(images.device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.003)
     forced = {name: value for name, value in FORCED.items() if name not in args.without}
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=args.verbosity, **forced)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **forced)
     for epoch in range(args.epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
         for batch in order.split(32):
@@ -106,7 +106,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--without", nargs="+", default=[], choices=list(FORCED), help="leave out one or both")
     parser.add_argument("--epochs", type=positive, default=4, help="default 4")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--verbosity", type=int, default=0, help="1 prints amp's options; default 0")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")

@@ -30,7 +30,7 @@ def norm_of(grads: list[Tensor]) -> Tensor:
 
 def train_apex(model: nn.Module, data: Batches, weight: float, opt_level: str) -> tuple[list[float], float, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     norms = []
     for x, y in data:
         optimizer.zero_grad()

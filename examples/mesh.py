@@ -113,7 +113,7 @@ def train(args: argparse.Namespace, device: torch.device, images: Tensor, labels
     shard(model, mesh)
 
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.003)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     called = DistributedDataParallel(model) if args.engine == "ddp" else model
 
     rank, ranks = data_rank(mesh)

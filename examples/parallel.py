@@ -116,7 +116,7 @@ def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tupl
     """Trains with amp. Returns the wrapped model, the loss scale and the number of skipped steps."""
     model = make_model().to(device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     model = in_parallel(model, device, args.threads)
 
     for step, micro_batches in enumerate(data):
@@ -236,7 +236,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=2, help="on a CPU without torchrun; default 2")
     parser.add_argument("--overflow-at", type=int, metavar="STEP", help="step, from 0, with an infinite loss on a rank")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     args = parser.parse_args()
     if "torch" in args.api and args.opt_level not in AUTOCAST_DTYPE:
         parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} is for --api amp")

@@ -63,7 +63,7 @@ def initialize(models: list[nn.Module], optimizers: list[Optimizer], **options) 
 def train_apex(
     models: list[nn.Module], optimizers: list[Optimizer], data: Batches, opt_level: str, shared: bool
 ) -> list[float]:
-    initialize(models, optimizers, opt_level=opt_level, num_losses=1 if shared else 2, verbosity=0)
+    initialize(models, optimizers, opt_level=opt_level, num_losses=1 if shared else 2)
     for x, target in data:
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -41,7 +41,7 @@ def train(args: argparse.Namespace, text: Text, device: torch.device, kind: str)
         state_dtype=STATE_DTYPES[kind], min_8bit_size=args.min_8bit_size, seed=args.seed,
     )  # fmt: skip
     session = amp.AmpSession()  # each run has its own
-    model, optimizer = session.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+    model, optimizer = session.initialize(model, optimizer, opt_level=args.opt_level)
     generator = torch.Generator().manual_seed(args.seed)
     curve = []
     for step in tqdm(range(1, args.steps + 1), desc=kind, unit="step", disable=args.no_progress or None):

@@ -27,7 +27,7 @@ def train_apex(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Batches, opt_level: str
 ) -> tuple[list[Tensor], float, int]:
     # Once, after the model is on its device and the optimizer exists.
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     losses = []
     for images, labels in data:
         optimizer.zero_grad()

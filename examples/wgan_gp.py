@@ -40,7 +40,7 @@ def train_apex(
     generator: nn.Module, critic: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int, opt_level: str
 ) -> list[float]:
     [generator, critic], [g_optimizer, c_optimizer] = amp.initialize(
-        [generator, critic], optimizers, opt_level=opt_level, num_losses=2, verbosity=0
+        [generator, critic], optimizers, opt_level=opt_level, num_losses=2
     )
     device = next(critic.parameters()).device
     for _ in range(steps):

@@ -60,7 +60,7 @@ def trained(engine, level):
     # Without an engine each rank trains alone.
     last = RANK if engine == "none" else RANKS - 1
     try:
-        with overflow(last if level in SKIP else None):
+        with overflow(last if level in SKIP else None), contextlib.redirect_stdout(sys.stderr):
             model, about = mesh.train(args, CPU, IMAGES, LABELS)
     except AmpError as error:
         return {"refused": str(error)}

@@ -17,7 +17,9 @@ pytest.importorskip("tqdm", reason="the examples show a progress bar: pip instal
 from example_runs import Forks, forks, refusal, run
 from matplotlib import image
 
-LAST_LINE = re.compile(r"test accuracy ([\d.]+)%(?:, in fp32 [\d.]+%)? \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
+LAST_LINE = re.compile(
+    r"test accuracy ([\d.]+)%(?:, in fp32 [\d.]+%)? \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$"
+)
 STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
 
 
@@ -195,7 +197,7 @@ def bits(printed: str) -> re.Match[str]:
     return found
 
 
-SMALL_LM = ("--verbosity", 0, "--layers", 1, "--context", 32, "--lr", 0.01)
+SMALL_LM = ("--layers", 1, "--context", 32, "--lr", 0.01)
 
 
 @pytest.mark.full

@@ -63,8 +63,9 @@ def check_printed(found: list[dict], shown: list[str]) -> None:
     number = re.compile(r"\d+\.\d+")
     assert all(not any(rank["printed"]) for rank in found[1:])
     for printed, text in zip(found[0]["printed"], shown, strict=True):
-        assert number.sub("#", printed) == number.sub("#", text)
-        assert float(number.search(printed)[0]) == pytest.approx(float(number.search(text)[0]), rel=0.02)
+        last = printed.splitlines()[-1]  # amp says first how it trains
+        assert number.sub("#", last) == number.sub("#", text.strip())
+        assert float(number.search(last)[0]) == pytest.approx(float(number.search(text)[0]), rel=0.02)
 
 
 def test_two_ranks(tmp_path_factory):
@@ -100,8 +101,6 @@ def test_every_engine_and_level(tmp_path_factory):
 def test_the_example_runs_under_torchrun(engine, tmp_path):
     done = example_runs.run("mesh.py", "--engine", engine, "--device", "cpu", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
-    found = re.fullmatch(
-        rf"{engine} on 2: test accuracy ([\d.]+)% \| loss scale \d+ \| skipped steps \d+\n", done.stdout
-    )
+    found = re.search(rf"{engine} on 2: test accuracy ([\d.]+)% \| loss scale \d+ \| skipped steps \d+\n$", done.stdout)
     assert found, done.stdout
     assert float(found[1]) > 94
