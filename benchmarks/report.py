@@ -156,8 +156,6 @@ def gains(found: Rows) -> Iterator[str]:
     for word, groups in told.items():
         if groups:
             yield f"- **{word}:** {'; '.join(groups)}."
-    missed = sum(met_or_missed(goal, found)[2].startswith("missed") for goal in GOALS)
-    yield f"- **Goals:** [{missed} of {len(GOALS)} are missed](../benchmarks/GOALS.md)."
 
 
 def levels(found: Rows) -> Iterator[str]:
