@@ -442,7 +442,7 @@ class AmpSession:
             raise AmpError(
                 "amp.scale_loss: these optimizers went through several amp.initialize calls, and each call has a loss "
                 "scale of its own, of which only one would move. Pass models and optimizers that share a loss to one "
-                "call, as lists. See docs/guide/several_losses.md."
+                "call, as lists. See docs/guide/accumulate.md#several-losses-models-or-optimizers."
             )
         return scales
 
