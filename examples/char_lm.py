@@ -135,9 +135,8 @@ def train(
     torch.manual_seed(args.seed)
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
     optimizer = make_optimizer(args, model)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=args.opt_level, master_weights="split" if args.offload else None,
-    )  # fmt: skip
+    split = "split" if args.offload else None
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, master_weights=split)
     generator = torch.Generator().manual_seed(args.seed)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []

@@ -70,10 +70,7 @@ def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tup
     d_optimizer = optimizers.FusedAdam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
     g_optimizer = optimizers.FusedAdam(generator.parameters(), lr=args.lr, betas=(0.5, 0.999))
     [discriminator, generator], [d_optimizer, g_optimizer] = amp.initialize(
-        [discriminator, generator],
-        [d_optimizer, g_optimizer],
-        opt_level=args.opt_level,
-        num_losses=3,
+        [discriminator, generator], [d_optimizer, g_optimizer], opt_level=args.opt_level, num_losses=3
     )
 
     history: dict[str, list] = {"loss": [], "loss_scale": []}

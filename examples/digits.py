@@ -7,8 +7,8 @@
     python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
     python examples/digits.py --resume digits.pt --epochs 40    # ... and resumes
 
-A dynamic loss scale starts far too high, so that the first steps overflow and are skipped. The net then trains in fp32,
-too. The program prints the test accuracies, and draws loss, loss scale and skipped steps over time (digits.png).
+A dynamic loss scale starts far too high, so that the first steps are skipped. Then the net trains in fp32, too. The
+program prints the test accuracies and draws loss, loss scale and skipped steps over time (digits.png).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import gzip
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -195,16 +196,13 @@ def plot(history: dict[str, list], fp32: dict[str, list] | None, opt_level: str,
     step, skipped = np.arange(1, len(loss) + 1), np.flatnonzero(history["skipped"]) + 1
     window = max(1, len(loss) // 50)
     later = step[: len(loss) - window + 1] + window // 2
-
-    def smooth(losses: list[float]) -> np.ndarray:
-        return np.convolve(np.nan_to_num(losses), np.ones(window) / window, mode="valid")
-
+    smooth = partial(np.convolve, np.ones(window) / window, mode="valid")
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     figure.suptitle(f"UCI digits at {opt_level}: test accuracy {history['accuracy'][-1]:.2f}%", weight="bold")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
 
     top.semilogy(step, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
-    top.semilogy(later, smooth(loss), color="tab:blue", label=f"mean of {window} steps")
+    top.semilogy(later, smooth(np.nan_to_num(loss)), color="tab:blue", label=f"mean of {window} steps")
     top.set_ylabel("training loss", color="tab:blue")
     right = top.twinx()
     right.plot(history["epoch_end"], history["accuracy"], "o-", color="tab:green", markersize=4, label="test accuracy")

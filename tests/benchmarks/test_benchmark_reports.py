@@ -246,19 +246,11 @@ def figures_of(page: str) -> dict[str, list[str]]:
 
 
 def test_figures_of_a_page_are_found():
-    page = """
-It takes 27 ms, 3 times as long as `sleep 5 s`, with 4 tensors at O2; 1.2 to 1.5 times as long in fp16.
-
-| level | ms an iteration | bytes |
-| --- | --- | --- |
-| O0 | 17 | 12 |
-
-| | ampctx | torch |
-| --- | --- | --- |
-| ms a step, 161 tensors | 3.1 | 9.0 |
-| tensors | 161 | 161 |
-"""
-    assert list(figures_of(page).values()) == [["27", "3", "1.2", "1.5"], ["17"], ["3.1", "9.0"]]
+    in_text = "It takes 27 ms, 3 times as long as `sleep 5 s`, with 4 tensors at O2; 1.2 to 1.5 times as long in fp16."
+    by_columns = "| level | ms an iteration | bytes |\n| --- | --- | --- |\n| O0 | 17 | 12 |"
+    by_rows = "| | ampctx | torch |\n| --- | --- | --- |\n| ms, 161 tensors | 3.1 | 9.0 |\n| tensors | 161 | 161 |"
+    found = figures_of("\n\n".join((in_text, by_columns, by_rows)))
+    assert list(found.values()) == [["27", "3", "1.2", "1.5"], ["17"], ["3.1", "9.0"]]
 
 
 def test_pages_have_recorded_figures():
@@ -281,7 +273,12 @@ def test_pages_have_recorded_figures():
         ("README.md", "On a CPU they are [faster than torch's]", "optimizer step alone", "Faster"),
         ("README.md", "On a CPU, fp16 and bf16 [cost time]", "small GPT, 16 bits, against fp32", "Slower"),
         ("docs/levels.md", "On a CPU, fp16 and bf16\n[cost time]", "small GPT, 16 bits, against fp32", "Slower"),
-        ("docs/guide/fsdp_zero.md", "on a CPU [several times faster]", "the same, DTensors of one of 8 ranks", "Faster"),
+        (
+            "docs/guide/fsdp_zero.md",
+            "on a CPU [several times faster]",
+            "the same, DTensors of one of 8 ranks",
+            "Faster",
+        ),
     ],
 )
 def test_a_page_says_what_the_figures_say(page, sentence, group, word):
