@@ -298,7 +298,7 @@ def draw(found: Rows, output: Path) -> None:
     for x, side, word, colour in ((0.96, "right", "slower", SLOWER), (1.04, "left", "faster", FASTER)):
         place = {"transform": axes.get_xaxis_transform(), "ha": side, "va": "bottom"}
         axes.text(x, 1.01, f"ampctx is {word}", color=colour, fontsize=9, **place)
-    axes.set_xlabel("torch's time / ampctx's time on a CPU", fontsize=9)
+    axes.set_xlabel("torch's time / ampctx's, on a CPU", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     told = "; ".join(f"{what}: {' '.join(map(str, values))}" for what, values in drawn.items())

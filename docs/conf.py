@@ -40,6 +40,7 @@ html_extra_path = ["_extra"]
 html_static_path = ["_static"]
 html_css_files = ["ampctx.css"]
 html_copy_source = False
+html_show_copyright = False
 
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
