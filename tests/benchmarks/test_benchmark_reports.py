@@ -213,8 +213,8 @@ def values(pattern):
     return list(report.matching(FOUND, pattern).values())
 
 
-def tails(name):
-    return values(f"tail-cpu-{name}-clip/tail/(ampctx|torch-fused)/time")
+def tails(name, device="cpu"):
+    return values(f"tail-{device}-{name}-clip/tail/(ampctx|torch-fused)/time")
 
 
 FP32_TO_16_BITS = [1 / ratio for ratio in values(report.GROUPS["small GPT, 16 bits, against fp32"])]
@@ -223,6 +223,7 @@ RECORDED = {
     ("README.md", "161 DTensors"): tails("tiny161-O1-FusedAdam-8"),
     ("README.md", "1,000 DTensors"): tails("tiny1000-O1-FusedAdam-8"),
     ("README.md", "GPT-2 small"): tails("gpt2-small-O2-FusedAdam"),
+    ("README.md", "BERT-large"): tails("bert-large-O2-FusedAdam", "cuda"),
     ("docs/why.md", "A small GPT takes"): [min(FP32_TO_16_BITS), max(FP32_TO_16_BITS)],
 }
 
