@@ -17,6 +17,7 @@ from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
 from ampctx.scaling.step_record import host_may_read
+from ampctx.weights.state_dicts import COPIES
 
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
@@ -93,7 +94,7 @@ class Hints:
             self._look_at_masters(step)
         steps = min(self.steps.values())
         if steps >= FIRST_STEPS:
-            if self.is_start and step.masters:
+            if self.is_start and COPIES:
                 self._look_at_averages()
             self.is_start = False
             self.leave("left")
@@ -155,7 +156,7 @@ class Hints:
             )
 
     def _look_at_averages(self) -> None:
-        """At copies of a 16-bit model that torch averages. Once, as it looks at every live object."""
+        """At copies of a 16-bit model that torch averages. It looks at every live object."""
         found = [o for o in gc.get_objects() if issubclass(type(o), AveragedModel)]
         if any(p.dtype in LOW_PRECISION for average in found for p in average.parameters()):
             self.say(

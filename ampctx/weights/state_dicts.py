@@ -82,11 +82,17 @@ def _loading(params: Collection[Tensor]) -> None:
             masters.unsure = masters.were_loaded = True
 
 
+# Hooks of copies of models, which have no masters.
+COPIES: weakref.WeakSet[_RoundAgain] = weakref.WeakSet()
+
+
 class _RoundAgain(ModelHook):
     """A pre-hook of forward: weights whose masters were written, by an average or a schedule, are rounded again."""
 
     def __init__(self, masters: Collection[MasterParams] = ()) -> None:
         self._masters = weakref.WeakSet(masters)
+        if not masters:
+            COPIES.add(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
