@@ -118,7 +118,7 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info ampctx-apex/build ampctx-apex/*.egg-info ampctx/_ops.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info ampctx-apex/build ampctx-apex/*.egg-info ampctx/_ops.so ampctx/_why_no_ops.txt .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/torch.done: .ci/bootstrap.py
 	$(PYTHON) .ci/bootstrap.py $(VENV) '$(TORCH)'

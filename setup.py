@@ -18,6 +18,7 @@ from ampctx/kernels/spec.py into the build folder. Environment:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +39,7 @@ from types import ModuleType
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
@@ -54,6 +57,9 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 # The sources that nvcc compiles slowest.
 LONGEST = ("lamb", "adam", "layerwise", "sgd", "adagrad", "lion", "muon", "elementwise")
+
+# For speed: the build goes on without those that a compiler lacks. It needs all others.
+DROPPABLE = {"-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps", "-mprefer-vector-width=512"}
 
 SANITIZE_FLAGS = ()
 if os.environ.get("AMPCTX_SANITIZE", "0") == "1":
@@ -78,18 +84,42 @@ def choice(name: str) -> str:
     return value
 
 
+@functools.cache
+def accepts(cxx: str, *flags: str, source: str = "") -> bool:
+    """Whether the compiler takes these flags for a small file: the kernels take minutes."""
+    command = [cxx, *flags, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True).returncode == 0
+
+
+def without_unknown(cxx: str, flags: Iterable[str]) -> list[str]:
+    """The flags without the droppable ones that the compiler lacks, or ignores with a warning."""
+    lacking = {flag for flag in flags if flag in DROPPABLE and not accepts(cxx, "-Werror", flag)}
+    if lacking:
+        print(f"{cxx} does not know {', '.join(sorted(lacking))}: building without, slower code is possible")
+    return [flag for flag in flags if flag not in lacking]
+
+
+def why_no_compiler(cxx: str) -> str:
+    """Why this compiler cannot build the kernels, or ""."""
+    if not shutil.which(cxx):
+        return f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX"
+    flags = [*CXX_FLAGS, *itertools.chain(*SIMD.values())]
+    if lacking := [flag for flag in flags if flag not in DROPPABLE and not accepts(cxx, flag)]:
+        version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+        return f"{version or cxx} found, g++ 11 or newer needed (for {', '.join(lacking)}): install it, or set CXX"
+    if not accepts(cxx, f"-I{sysconfig.get_path('include')}", source="#include <Python.h>\n#include <string>\n"):
+        return f"{cxx} finds no headers of Python or C++. Install them (apt install g++ python3-dev)"
+    return ""
+
+
 def why_no_kernels() -> str:
     """Why this build has no compiled kernels, or ""."""
     wanted, cxx = choice("AMPCTX_KERNELS"), os.environ.get("CXX", "g++")
     if wanted == "0":
         return "AMPCTX_KERNELS=0"
-    if platform.system() != "Linux":
-        problem = f"they build on Linux only, and this is {platform.system()}"
-    elif not shutil.which(cxx):
-        problem = f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX"
-    else:
-        return ""
-    if wanted == "1" or os.environ.get("AMPCTX_CUDA") == "1":
+    is_linux = platform.system() == "Linux"
+    problem = why_no_compiler(cxx) if is_linux else f"they build on Linux only, and this is {platform.system()}"
+    if problem and (wanted == "1" or os.environ.get("AMPCTX_CUDA") == "1"):
         raise CompileError(f"the kernels of ampctx were asked for, but cannot be built: {problem}")
     return problem
 
@@ -200,13 +230,12 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
     x86 = ["-DAMPCTX_SIMD_X86_64"] if len(SIMD) > 1 else []
 
     includes = [f"-I{generated}", "-I.", f"-I{sysconfig.get_path('include')}"]
-    cxx_flags = [*CXX_FLAGS, *SANITIZE_FLAGS, *includes]
+    cxx_flags = [*without_unknown(cxx, CXX_FLAGS), *SANITIZE_FLAGS, *includes]
+    simd_flags = {isa: without_unknown(cxx, (*SIMD_FLAGS, *SIMD[isa])) for isa in SIMD}
     jobs = []
     for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):
         if source.name in SIMD_SOURCES:
-            jobs += [
-                (source, [cxx, *cxx_flags, *SIMD_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD
-            ]
+            jobs += [(source, [cxx, *cxx_flags, *simd_flags[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD]
         else:
             jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
     if nvcc:  # slowest first, so that all cores finish together
@@ -260,16 +289,30 @@ class BuildOps(build_ext):
         link(cxx, nvcc, compile_all(cxx, nvcc, build), build, Path(self.get_ext_fullpath(ext.name)))
 
 
+class BuildPy(build_py):
+    """Leaves the reason for a build without kernels in the package. ampctx/kernels/extension.py tells it."""
+
+    problem = ""
+
+    def run(self) -> None:
+        super().run()
+        record = Path("" if self.editable_mode else self.build_lib, "ampctx", "_why_no_ops.txt")
+        record.unlink(missing_ok=True)
+        if self.problem:
+            record.write_text(self.problem)
+
+
 class AnyPythonWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":  # others import source_digest
-    if problem := why_no_kernels():
+    BuildPy.problem = problem = why_no_kernels()
+    if problem:
         print(f"ampctx is built without compiled kernels and will run on plain torch: {problem}")
     sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
     setup(
         ext_modules=[] if problem else [Extension("ampctx._ops", sources)],
-        cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
+        cmdclass={"build_ext": BuildOps, "build_py": BuildPy, "bdist_wheel": AnyPythonWheel},
     )

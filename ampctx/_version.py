@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packaging.version import Version
-
 __version__ = "0.1.0"
 SUPPORTED = "2.11 to 2.15"
 _OLDEST = (2, 11)
@@ -13,10 +11,13 @@ def why_no_torch() -> str:
     """Why ampctx cannot run with the installed torch, and the fix. "" if it can."""
     try:
         import torch
+        from packaging.version import Version
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        name = str(error.name).partition(".")[0]
+        if name not in ("torch", "packaging"):
             raise
-        return f"ampctx needs PyTorch {SUPPORTED}, and none is installed. Run: pip install torch"
+        needed = f"PyTorch {SUPPORTED}" if name == "torch" else "packaging"
+        return f"ampctx needs {needed}, and none is installed. Run: pip install {name}"
     if Version(torch.__version__).release < _OLDEST:
         return (
             f"ampctx needs PyTorch {SUPPORTED}, and {torch.__version__} is installed. Run: pip install --upgrade torch"

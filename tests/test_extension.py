@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -96,10 +97,15 @@ def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
     assert "this torch was built without CUDA" in result.stderr
 
 
-def test_the_import_without_a_library(tmp_path):
-    """In a process of its own: one warning, and every op still works."""
+@pytest.mark.parametrize(
+    ("record", "told"), [("", "build it with 'pip"), ("no compiler", "out: no compiler. Then install")]
+)
+def test_the_import_without_a_library(tmp_path, record, told):
+    """In a process of its own: one warning, and every op still works. The reason of the build is told."""
     package = tmp_path / "ampctx"
     shutil.copytree(ROOT / "ampctx", package, ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
+    if record:
+        (package / "_why_no_ops.txt").write_text(record)
     code = (
         "import torch; from ampctx import ops; x = [torch.ones(3)]; ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0);"
         " print(x[0].tolist(), ops.extension.loaded)"
@@ -109,6 +115,7 @@ def test_the_import_without_a_library(tmp_path):
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout == "[2.0, 2.0, 2.0] False\n", result.stderr
     assert result.stderr.count("RuntimeWarning: ampctx runs on plain torch, slower") == 1
+    assert told in result.stderr
     environment["AMPCTX_REQUIRE_EXTENSION"] = "1"
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1
@@ -232,10 +239,23 @@ def setup_py():
     return module
 
 
+def compiler_without(folder, *flags):
+    """A g++ 9.4 that does not know these flags."""
+    compiler = folder / "old-g++"
+    compiler.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo "g++ (old) 9.4.0"; exit; fi\n'
+        f'for word; do case "$word" in {"|".join(flags)}) exit 1;; esac; done\n'
+        f'exec {os.environ.get("CXX", "g++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
 def build(folder, *command, **environment):
     """Builds the library from a copy of the sources, or runs another command of setup.py there."""
     folder.mkdir(exist_ok=True)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    compiler_without(folder, "-ffp-contract=off")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     (folder / "ampctx/kernels").mkdir(parents=True)
@@ -264,11 +284,22 @@ def test_build_without_cuda(tmp_path):
     assert info["cuda_archs"] == []
 
 
+def test_flags_for_speed_are_left_out_for_a_compiler_without_them(tmp_path, capsys):
+    setup = setup_py()
+    compiler = compiler_without(tmp_path, "-fno-thread-jumps")
+    assert setup.without_unknown(compiler, setup.SIMD_FLAGS) == []
+    assert "old-g++ does not know -fno-thread-jumps: building without" in capsys.readouterr().out
+    assert setup.without_unknown(compiler, setup.CXX_FLAGS) == list(setup.CXX_FLAGS)
+    assert setup.why_no_compiler(compiler) == ""
+
+
+OLD = "g++ (old) 9.4.0 found, g++ 11 or newer needed (for -ffp-contract=off): install it, or set CXX"
 WRONG_BUILDS = {
     "no-compiler": (
         {"CXX": "no-such-g++", "AMPCTX_KERNELS": "1"},
         "asked for, but cannot be built: no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer",
     ),
+    "old-compiler": ({"CXX": "./old-g++", "AMPCTX_KERNELS": "1"}, f"asked for, but cannot be built: {OLD}"),
     "kernels-value": ({"AMPCTX_KERNELS": "no"}, "AMPCTX_KERNELS='no': expected auto, 0 or 1"),
     "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
 }
@@ -285,9 +316,10 @@ def test_a_build_that_cannot_work_says_why(tmp_path, environment, message):
     ("environment", "why"),
     [
         ({"AMPCTX_KERNELS": "0"}, "AMPCTX_KERNELS=0"),
-        ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found"),
+        ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer, or set CXX"),
+        ({"CXX": "./old-g++"}, OLD),
     ],
-    ids=["switched-off", "no-compiler"],
+    ids=["switched-off", "no-compiler", "old-compiler"],
 )
 def test_a_build_without_kernels_is_pure_python(tmp_path, environment, why):
     """As on macOS and Windows. What such an install does: test_the_import_without_a_library."""
@@ -296,7 +328,18 @@ def test_a_build_without_kernels_is_pure_python(tmp_path, environment, why):
     assert f"ampctx is built without compiled kernels and will run on plain torch: {why}" in result.stdout
     (wheel,) = (tmp_path / "dist").iterdir()
     assert wheel.name == f"ampctx-{ampctx.__version__}-py3-none-any.whl"
-    assert not any(name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist())
+    files = zipfile.ZipFile(wheel)
+    assert not any(name.endswith(".so") for name in files.namelist())
+    assert files.read("ampctx/_why_no_ops.txt").decode() == why
+
+
+def test_the_source_archive_has_what_the_build_needs(tmp_path):
+    assert build(tmp_path, "sdist").returncode == 0
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    assert names >= {"setup.py", "pyproject.toml", "CHANGELOG.md", "ampctx/kernels/spec.py", *sources}
 
 
 def torch_in(folder, cuda):

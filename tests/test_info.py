@@ -65,7 +65,8 @@ def test_the_report_fits_80_columns_and_a_reader_may_leave():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-NO_TORCH = "import sys; sys.modules['torch'] = None; "
+# As after pip install --no-deps.
+NO_TORCH = "import sys; sys.modules['torch'] = sys.modules['packaging'] = None; "
 NEEDS = "ampctx needs PyTorch 2.11 to 2.15, and "
 
 
@@ -91,6 +92,12 @@ def test_a_command_without_torch_says_in_one_line_what_to_install(command):
 def test_the_library_without_torch_says_what_to_install(statement):
     result = without_torch(statement)
     assert f"ImportError: {NEEDS}none is installed. Run: pip install torch" in result.stderr
+
+
+def test_a_missing_packaging_is_named():
+    code = "import sys; sys.modules['packaging'] = None; from ampctx import amp"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: ampctx needs packaging, and none is installed. Run: pip install packaging" in result.stderr
 
 
 def test_an_old_torch_is_named_with_the_range(tmp_path):

@@ -26,6 +26,7 @@ ROOMS = {
     "the package": r"ampctx",
     "what ampctx-apex may use": r"ampctx\.spi",
     "the command": r"ampctx\.__main__",
+    "for frameworks": r"ampctx\.frameworks(\.\w+)?",
     "ampctx-apex": r"ampctx_apex(\.\w+)*",
 }
 # What ampctx-apex imports of ampctx: the public API, and spi.
@@ -150,6 +151,11 @@ def test_ampctx_apex_uses_the_public_api_and_spi_alone(name):
             assert not private, f"{name}:{node.lineno} imports {private}"
         if isinstance(node, ast.Attribute) and node.attr in OF_THE_CORE - own:
             assert ast.unparse(node.value) in ("self", "cls"), f"{name}:{node.lineno} reads .{node.attr} of the core"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("ampctx.frameworks.")])
+def test_a_framework_gets_the_public_api_alone(name):
+    assert GRAPH[name] <= {"ampctx", "ampctx.amp", "ampctx.frameworks.accelerate"}
 
 
 def test_spi_offers_what_ampctx_apex_uses_and_no_more():

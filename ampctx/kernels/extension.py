@@ -140,6 +140,9 @@ def _hint(path: Path) -> str:
                 f"Python imported this source tree, not the ampctx installed in {place}. Start Python, and keep your "
                 "scripts, outside of the tree, or build the kernels in it with 'pip install -e .'"
             )
+    record = path.with_name("_why_no_ops.txt")  # setup.py writes it
+    if record.exists():
+        return f"the build left the kernels out: {record.read_text()}. Then install again, with --force-reinstall"
     return BUILD_HINT
 
 
