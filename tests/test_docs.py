@@ -12,9 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from page_programs import programs
 
 import ampctx
+from ampctx.optimizers import FusedAdam
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -186,3 +188,29 @@ def test_pages_are_short(budget, page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     text = re.sub(r"<!-- (\w+): python .*?<!-- end of \1 -->", "", text, flags=re.S)
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 1.1 * budget
+
+
+def bytes_between_steps(session, level, master_weights=None, state_dtype=torch.float32):
+    model = torch.nn.Linear(512, 512, bias=False)
+    optimizer = FusedAdam(model.parameters(), state_dtype=state_dtype)
+    session.initialize(model, optimizer, opt_level=level, master_weights=master_weights, loss_scale=1.0)
+    with session.scale_loss(model(torch.ones(2, 512)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [t for of_one in optimizer.state.values() for t in of_one.values() if isinstance(t, torch.Tensor)]
+    held = {t.data_ptr(): t for t in (model.weight, *session.master_params(optimizer), *state)}
+    found = sum(t.numel() * t.element_size() for t in held.values() if t.numel() > 1) / model.weight.numel()
+    session.reset()
+    return found
+
+
+def test_the_table_of_levels_has_the_bytes_of_a_parameter(session):
+    rows = re.findall(r"\| ([^|]*`.*) \|[^|]*\| ([\d.]+)[^|]*\|$", (ROOT / "docs" / "levels.md").read_text(), re.M)
+    assert len(rows) == 6
+    more = {}
+    for which, shown in rows:
+        more |= {"master_weights": "split"} if "split" in which else {}
+        more |= {"state_dtype": "8bit"} if "8bit" in which else {}
+        for level in re.findall(r"`(O\d)`", which) or ["O5"]:
+            assert f"{bytes_between_steps(session, level, **more):.2g}" == shown, which
