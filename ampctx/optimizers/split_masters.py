@@ -79,6 +79,8 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added."""
+        if self.inner is not None:
+            self._follow_groups()
         super().add_param_group(param_group)
         g = len(self.param_groups) - 1
         group = self.param_groups[g]
@@ -109,6 +111,14 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         return {**given, "params": [self._proxies[p] for p in group["params"]]}
 
+    def _follow_groups(self) -> None:
+        """Gives the inner optimizer the groups as they are now: amp puts masters there, and programs edit them."""
+        assert self.inner is not None
+        members = {p for group in self.param_groups for p in group["params"]}
+        self._seen = {p: version for p, version in self._seen.items() if p in members}
+        self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
+        self.inner.param_groups[:] = map(self._of_proxies, self.param_groups)
+
     def _take_over(self, inner: torch.optim.Optimizer) -> None:
         """Takes options and state that the inner optimizer has made."""
         for group, inside in zip(self.param_groups, inner.param_groups, strict=True):
@@ -133,17 +143,11 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
             AmpError, AmpValueError: a sparse gradient, or a parameter that has become fp16. Nothing has changed then.
         """
         loss = evaluated(closure)
-        assert self.inner is not None
         stepped: dict[Tensor, None] = {}
         for g, i, p, _ in with_grads("SplitMasters", self.param_groups):
             self._check(p, g, i)
             stepped[p] = None
-        # Not those of parameters that have left.
-        members = {p for group in self.param_groups for p in group["params"]}
-        self._seen = {p: version for p, version in self._seen.items() if p in members}
-        self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(self._of_proxies(group))
+        self._follow_groups()
         params = list(stepped)
         if self._guard is None or not self._guard.check(self).item():
             for places in stacks(((None, 4 * p.numel()) for p in params), self.chunk_bytes):
@@ -224,6 +228,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         assert inner is not None
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            self._follow_groups()
             groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
             rests: dict[Tensor, Tensor] = {}
             for found in matched(given, self.param_groups) or ():

@@ -9,16 +9,14 @@ import platform
 import sys
 import weakref
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, CHANGES, MODES, STEPPED_BY, give, gradients, make, parameters, run
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpError
-from ampctx.amp import AmpSession, GradScaler
 from ampctx.optimizers import FusedAdam, FusedSGD, SplitMasters
 from ampctx.weights.step import Step
 
@@ -69,46 +67,6 @@ def test_calls_with_codes_are_the_same(capturable):
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(change, mode):
     same_as_copies(lambda: make("adam", mode), CHANGES[change])
-
-
-def weights_of_groups(make, api, sizes, later):
-    """The weights after two steps with groups of the first sizes, and two with groups of the others, each with its lr.
-    The parameters in all groups, end to end, stay the same."""
-    torch.manual_seed(0)
-    model, session = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(6)]), AmpSession()
-    layers = list(model)
-    optimizer = make([{"params": [layer.weight for layer in layers[i:k]]} for i, k in pairwise(sizes)])
-    if api in ("O1", "O2"):
-        session.initialize(model, optimizer, opt_level=api, loss_scale=64.0, verbosity=0)
-    scaler = GradScaler("cpu") if api == "scaler" else None
-    for step in range(4):
-        if step == 2:
-            members = params_of(optimizer)
-            for group, (i, k), lr in zip(optimizer.param_groups, pairwise(later), (0.02, 0.5, 0.0), strict=True):
-                group["params"][:], group["lr"] = members[i:k], lr
-        loss = sum(
-            layer(torch.full((1, 3), 1.0 + step, dtype=layer.weight.dtype)).float().square().sum() for layer in layers
-        )
-        if api in ("O1", "O2"):
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        else:
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
-        optimizer.zero_grad()
-    return [p.detach() for p in params_of(optimizer)]
-
-
-@pytest.mark.parametrize("api", ["plain", "scaler", "O1", "O2"])
-@pytest.mark.parametrize("name", STEPPED_BY)
-def test_a_parameter_that_goes_to_the_group_beside_has_its_options(name, api):
-    """The first of a group to the one before, the last to the one after: the order of all parameters stays."""
-    if (name, api) == ("offload", "O2"):
-        return  # refused: no masters beside those on the host
-    moved, always = (
-        weights_of_groups(STEPPED_BY[name], api, sizes, [0, 3, 4, 6]) for sizes in ([0, 2, 5, 6], [0, 3, 4, 6])
-    )
-    torch.testing.assert_close(moved, always, rtol=1e-5, atol=1e-6)
 
 
 def test_a_parameter_that_gets_its_first_gradient_is_stepped():
