@@ -92,9 +92,9 @@ class Offload:
 
     def _read(self, p: Tensor, lane: Lane) -> None:
         """Copies a weight down if the program has changed it."""
-        if self._seen.get(p) != (p._version, p.data_ptr()):
+        if self._seen.get(p) != _mark(p):
             lane.copy(self._twins[p].weight, p.detach())
-            self._seen[p] = p._version, p.data_ptr()
+            self._seen[p] = _mark(p)
 
     def masters_follow_model(self, optimizer: Any) -> None:
         """Reads all weights, and resyncs what the state keeps of them."""
@@ -194,7 +194,7 @@ class Offload:
             for lane in lanes.values():
                 lane.be_followed()
             tensor_loops.bump_versions(stepped)
-            self._seen.update({p: (p._version, p.data_ptr()) for p in stepped})
+            self._seen.update({p: _mark(p) for p in stepped})
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
@@ -218,6 +218,11 @@ class Offload:
 
 def _grad_dtype(p: Tensor) -> torch.dtype:
     return p.grad_dtype or (p.dtype if p.grad is None else p.grad.dtype)
+
+
+def _mark(p: Tensor) -> tuple[int, int]:
+    """Changes where the weight is written, or its memory replaced."""
+    return p._version, 0 if tensor_loops.is_fake(p) else p.data_ptr()
 
 
 def _of(optimizer: Any) -> str:

@@ -89,34 +89,6 @@ def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
     assert [first.item(), late.item()] == [-2.5, -1.0]
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_fake_tensors_step_for_estimates_of_memory(name):
-    with torch._subclasses.FakeTensorMode():
-        params = [nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4, 2))]
-        optimizer = BY_NAME[name](params)
-        for _ in range(2):
-            for p in params:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-        sizes = [t.shape for p in params for t in optimizer.state[p].values() if t.numel() > 1]
-    assert set(sizes) <= {p.shape for p in params}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
-def test_fake_tensors_train_under_amp(session, level, kind):
-    with torch._subclasses.FakeTensorMode():
-        model = nn.Linear(4, 2)
-        optimizer = kind(model.parameters(), lr=0.1)
-        session.initialize(model, optimizer, opt_level=level)
-        for _ in range(2):
-            with session.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(optimizer.state[p] for p in session.master_params(optimizer))
-
-
 def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
     ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
     optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
