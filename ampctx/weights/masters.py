@@ -78,8 +78,8 @@ class MasterParams:
         # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients.
         self.takes_step = takes_step(optimizer)
         self.takes_pending = self.takes_step and PLANS
-        # The optimizers of ampctx keep fp32 state of 16-bit parameters, too.
-        self._wide_state = hasattr(type(optimizer), "layout_of")
+        # The optimizers of ampctx keep fp32 state of 16-bit parameters, too. For LARC, the optimizer inside decides.
+        self._wide_state = hasattr(type(getattr(optimizer, "optim", optimizer)), "layout_of")
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         self.params_without_master: list[Tensor] = []

@@ -11,7 +11,7 @@ from kit import through_a_file as saved
 from optimizer_cases import BY_NAME, MODES, give, gradients, like, parameters, run, run_alike
 from torch import nn
 
-from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
+from ampctx import AmpKeyError, AmpTypeError, AmpValueError, optimizers
 from ampctx.amp import GradScaler
 from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels import reference_steps
@@ -336,30 +336,6 @@ def test_under_amp_as_by_hand(level, session):
         results.append([*(p.detach().clone() for p in model.parameters()), *snapshot(optimizer)])
         session.reset()
     assert_same(*results)
-
-
-@pytest.mark.full(but=50)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_loads_under_amp(name, kind, level):
-    """The casts of O1 and O4 do not reach what loads."""
-    model, session = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 5)), AmpSession()
-    optimizer = make(name, kind, list(model.parameters()))
-    session.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with session.scale_loss(model(torch.ones(2, 64)).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    before, checkpoint = snapshot(optimizer), saved(optimizer.state_dict())
-    exact = unpack_state(checkpoint)["state"]
-    optimizer.state.clear()
-    optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-    session.reset()
-    by_hand = unpack_state(checkpoint)["state"]
-    assert_same(
-        [list(state.values()) for state in exact.values()], [list(state.values()) for state in by_hand.values()]
-    )
 
 
 def test_with_a_grad_scaler_as_without():
