@@ -28,7 +28,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
-from ampctx.kernels.sharding import values_of
+from ampctx.kernels.sharding import is_sharded, values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
@@ -158,6 +158,7 @@ class OptimizerBinding:
         self.given = Step()
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of, self._culprits_later = names, weak_method(self._culprits_of)
+        self._was_of_models = self._is_among([p for params in names.by_model() for p in params.values()])
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         if hasattr(optimizer, "state_dict"):
@@ -354,8 +355,8 @@ class OptimizerBinding:
         return StepFacts(self.optimizer, stepped, masters, has_grads, self._by_scaler, self.steps.outcome)
 
     def check_misuse(self, has_closure: bool = False) -> None:
-        """Raises AmpError if an enabled GradScaler steps an optimizer with masters, or another block has left scaled
-        gradients. ``has_closure``: it may zero gradients first."""
+        """Raises AmpError if an enabled GradScaler steps an optimizer with masters, another block has left scaled
+        gradients, or the model has other parameters by now. ``has_closure``: it may zero gradients first."""
         if self.left_grads.marks and not has_closure:
             self.follow_groups()
             self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
@@ -363,6 +364,16 @@ class OptimizerBinding:
             self._first_steps -= 1
             if called_by_grad_scaler():
                 self.refuse_grad_scaler()
+            of_models = [p for params in self._names_of.by_model() for p in params.values()]
+            if self._was_of_models and not self._is_among(of_models) and any(map(is_sharded, of_models)):
+                raise AmpError(
+                    f"{type(self.optimizer).__name__}.step(): the model was sharded after amp.initialize, which gave "
+                    "it new parameters, and this optimizer steps the former ones. Shard the model first, then make "
+                    "the optimizer, then call amp.initialize. See docs/guide/fsdp_zero.md#fsdp2."
+                )
+
+    def _is_among(self, params: list[Tensor]) -> bool:
+        return not {id(p) for p in self.model_params()}.isdisjoint(map(id, params))
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

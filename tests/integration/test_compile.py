@@ -56,16 +56,6 @@ def test_a_compiled_model_trains_and_evaluates_as_the_plain_one(session, level, 
     assert torch.equal(compiled(X), model(X))
 
 
-def test_a_wrapper_of_torch_compile_is_initialized_as_the_model_it_is(session):
-    model = Net()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    session.initialize(compiled, optimizer, opt_level="O2", verbosity=0)
-    train(session, compiled, optimizer, loss=loss_of)
-    assert model.head.weight.dtype == torch.float16
-    assert torch.equal(compiled(X), model(X.half()).float())
-
-
 # --- what goes into a model and comes out of it -----------------------------------------------------------------------
 
 

@@ -1,0 +1,117 @@
+"""Wrap x order of initialize x level: a wrapped model trains as the plain one, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit import LEVELS, OPTIMIZERS, batch, goes_on_where_dynamo_ends, mlp, start, train
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+
+from ampctx import AmpError
+from ampctx.distributed import fully_shard
+
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that"), goes_on_where_dynamo_ends]
+
+
+class Averaging(nn.parallel.DistributedDataParallel):
+    """``averaged``: the sizes of the buckets of gradients that it has averaged over the ranks."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.averaged = []
+        self.register_comm_hook(self.averaged, _noted)
+
+
+def _noted(sizes, bucket):
+    sizes.append(bucket.buffer().numel())
+    return allreduce_hook(None, bucket)
+
+
+def compiled_in_place(model, level, mesh):
+    model.compile(backend="eager")
+    return model
+
+
+def sharded(model, level, mesh):
+    for module in (model[0], model[3], model):
+        fsdp.fully_shard(module, mesh=mesh)
+    return model
+
+
+WRAPS = {
+    "DistributedDataParallel": lambda model, level, mesh: Averaging(model),
+    "DataParallel": lambda model, level, mesh: nn.DataParallel(model),
+    "torch.compile": lambda model, level, mesh: torch.compile(model, backend="eager"),
+    "Module.compile": compiled_in_place,
+    "fully_shard": sharded,
+    "ampctx's fully_shard": lambda model, level, mesh: fully_shard(model, level, mesh=mesh, units=nn.Linear),
+}
+# When the model is wrapped, and what ``initialize`` is given.
+ORDERS = ("before, wrapper", "before, model", "after")
+IN_PLACE = ("Module.compile", "fully_shard", "ampctx's fully_shard")  # the wrapper is the model
+ROWS = [(wrap, order) for wrap in WRAPS for order in ORDERS[wrap in IN_PLACE :]]
+
+
+def refusal(wrap, order, level):
+    if wrap in ("DistributedDataParallel", "DataParallel") and order == "before, wrapper":
+        return f"Incoming model is an instance of torch.nn.parallel.{wrap}. .*amp.initialize on the inner model"
+    if wrap == "DistributedDataParallel" and order == "before, model" and level in ("O2", "O3", "O5"):
+        return "the model was wrapped before amp.initialize or amp.reset cast its weights"
+    if "ampctx" in wrap and level == "O3":
+        return "O3 keeps no fp32 weights, and shards are fp32"
+    if "fully_shard" in wrap and order == "after":
+        return "the model was sharded after amp.initialize"
+    if wrap == "fully_shard" and level == "O3":
+        return "O3 with master_weights=False does not work under fully_shard"
+    return None
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def model():
+    """Of weights that 16 bits hold: shards start from these, masters in a process group from rounded ones."""
+    model = mlp()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().half())
+    return model
+
+
+def trained(session, model, optimizer):
+    return train(session, model, optimizer, 3, loss=lambda m, step: m(batch(step)).float().square().mean())
+
+
+@pytest.mark.full(but=40)
+@pytest.mark.parametrize("name", ["FusedAdam", "SGD-foreach"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("wrap", "order"), ROWS)
+def test_a_wrapped_model_trains_as_the_plain_one_or_is_refused(session, mesh, wrap, order, level, name):
+    def run():
+        torch.compiler.reset()
+        inner = model()
+        wrapped = WRAPS[wrap](inner, level, mesh) if "before" in order else inner
+        optimizer = OPTIMIZERS[name](inner.parameters())
+        given = wrapped if order == "before, wrapper" else inner
+        session.initialize(given, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        wrapped = WRAPS[wrap](inner, level, mesh) if order == "after" else wrapped
+        losses = trained(session, wrapped, optimizer)
+        if isinstance(wrapped, Averaging):
+            assert sum(wrapped.averaged) == 3 * sum(p.numel() for p in inner.parameters())
+        return losses
+
+    if message := refusal(wrap, order, level):
+        with pytest.raises(AmpError, match=message):
+            run()
+        return
+    found = run()
+    session.reset()
+    assert found == trained(session, *start(session, level, name, model(), loss_scale=64.0))
