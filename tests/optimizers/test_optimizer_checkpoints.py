@@ -50,41 +50,6 @@ def make(name, kind, params=None, **options):
     return BY_NAME[name](params, **mode, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_training_resumes_bit_for_bit(name, kind):
-    optimizer = make(name, kind, seed=7)
-    run(optimizer, 3)
-    checkpoint = saved(optimizer.state_dict())
-    resumed = make(name, kind, like(optimizer), lr=0.5, weight_decay=0.0, seed=1)
-    resumed.load_state_dict(checkpoint)
-    assert_same(snapshot(resumed), snapshot(optimizer))
-    torch.testing.assert_close(resumed.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
-    run_alike(resumed, optimizer, 3)
-
-
-@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split", "bf16-kahan", "fp16-kahan"])
-@pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
-def test_masters_resume_in_either_order_of_loading(kind, model_first):
-    optimizer = make("adam", kind)
-    run(optimizer, 3)
-    checkpoint, weights = saved(optimizer.state_dict()), [p.detach().clone() for p in params_of(optimizer)]
-    resumed = make("adam", kind)
-    run(resumed, 1, first=20)
-
-    def load_model():
-        with torch.no_grad():
-            for p, value in zip(params_of(resumed), weights, strict=True):
-                p.copy_(value)
-
-    if model_first:
-        load_model()
-    resumed.load_state_dict(checkpoint)
-    if not model_first:
-        load_model()
-    run_alike(resumed, optimizer)
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 def test_loaded_state_is_fp32_in_the_layout_of_the_parameter_and_a_copy(name):
     source = BY_NAME[name](parameters(torch.bfloat16, [(3, 5), (5, 4)] if name == "muon" else SHAPES))

@@ -145,26 +145,6 @@ def test_a_skipped_step_changes_no_byte(name, of_params):
     assert not torch.equal(snapshot(optimizer)[0], before[0])
 
 
-@pytest.mark.full(but=60)
-@pytest.mark.parametrize("of_params", DTYPES_OF_PARAMS)
-@pytest.mark.parametrize("kind", ["bf16", "8bit", "mixed"])
-@pytest.mark.parametrize("name", KINDS)
-def test_training_resumes_bit_for_bit(name, kind, of_params):
-    optimizer = make(name, kind, of_params=of_params)
-    run(optimizer, 2)
-    checkpoint = saved(optimizer.state_dict())
-    resumed = make(name, kind, like(optimizer), of_params=of_params)
-    resumed.load_state_dict(checkpoint)
-    assert_same(snapshot(resumed), snapshot(optimizer))
-    other = make(name, kind, like(optimizer), of_params=of_params)
-    other.load_state_dict(checkpoint)
-    other.param_groups[0]["seed"] = 6
-    for each in (optimizer, resumed, other):
-        run(each, 2, first=2)
-    assert_same(snapshot(resumed), snapshot(optimizer))
-    assert any(not torch.equal(a, b) for a, b in zip(snapshot(other), snapshot(resumed), strict=True))
-
-
 def test_one_thread_and_four_have_the_same_bits():
     results, threads = [], torch.get_num_threads()
     try:

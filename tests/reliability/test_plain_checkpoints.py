@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ampctx import AmpError, AmpSession
-from ampctx.optimizers import FusedAdam, FusedSGD
+from ampctx.optimizers import FusedSGD
 
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 
@@ -383,25 +383,6 @@ def test_the_calls_of_dcp_for_models(session, level):
     train(session, model, optimizer, 3)
     set_model_state_dict(model, state)
     assert_same(masters_of(session, optimizer), masters)
-
-
-@pytest.mark.parametrize("way_of_masters", [True, "split"])
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_masters_that_the_optimizer_keeps_resume_from_the_three_states(session, way_of_masters, order):
-    runs = []
-    for seed, each in enumerate((session, AmpSession())):
-        make = partial(FusedAdam, lr=0.01, master_weights=way_of_masters)
-        runs.append((each, *started(each, "O5", make, seed, master_weights=False)))
-    train(*runs[0], 3)
-    parts = [dict(zip(("amp", "model", "optimizer"), run, strict=True)) for run in runs]
-    state = through_a_file({name: part.state_dict() for name, part in parts[0].items()})
-    for name in order:
-        parts[1][name].load_state_dict(state[name])
-    for run in runs:
-        train(*run, 3, first=3)
-    for name in order:
-        assert_same(parts[1][name].state_dict(), parts[0][name].state_dict())
-    runs[1][0].reset()
 
 
 # --- what the user is told --------------------------------------------------------------------------------------------
