@@ -89,7 +89,11 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
     ``wrapped_too``: whether to include the state of an optimizer that it wraps."""
     values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
-    saved_states = [(state, {p: copy.deepcopy(dict(of_p)) for p, of_p in state.items()}) for state in states]
+    # Some have numbers beside the dicts of parameters.
+    saved_states = [
+        (state, {k: copy.deepcopy(dict(v) if isinstance(v, Mapping) else v) for k, v in state.items()})
+        for state in states
+    ]
     options = [(g, {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
 
     @torch.no_grad()
