@@ -1,8 +1,8 @@
 """One optimizer under amp: its replaced methods, and its step, told from top to bottom in ``OptimizerBinding._step``.
 
-``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict`` and ``__reduce_ex__`` (for copies
-and pickles) on the instance, so that the program's object stays the same. Closures, and the two steps of SAM, are in
-``closures``.
+``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict`` and
+``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same. Closures, and
+the two steps of SAM, are in ``closures``.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class OptimizerBinding:
         self._was_of_models = self._is_among([p for params in names.by_model() for p in params.values()])
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
-        if hasattr(optimizer, "state_dict"):
-            methods["state_dict"] = self._state_dict
+        own = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
+        methods |= {name: method for name, method in own.items() if hasattr(optimizer, name)}
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
@@ -598,6 +598,11 @@ class OptimizerBinding:
                 "amp.get_state_dict(model, optimizer), which names them, and amp.set_state_dict. See "
                 "docs/guide/checkpoints.md."
             )
+        return original(*args, **kwargs)
+
+    def _load_state_dict(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self.released:
+            self.follow_groups()  # torch casts state to the type of the parameter: that of its master
         return original(*args, **kwargs)
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:

@@ -1,11 +1,14 @@
 """Members x borders of groups: whatever a program does to groups between steps, the next steps are those of a run that
-began with such groups and has loaded the three states."""
+began with such groups and has loaded the three states, or that made the change after it had loaded the model."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
-from kit import assert_same, params_of
+from kit import OPTIMIZERS, assert_same, params_of
 from optimizer_cases import OWN_MASTERS, STEPPED_BY
 from torch import nn
 
@@ -23,7 +26,9 @@ BY_AMP = {
     "O5": {"opt_level": "O5", "keep_fp32": "seven.e"},
     "O5 split": {"opt_level": "O5", "keep_fp32": "seven.e", "master_weights": "split"},
 }
+TORCHS = {name: OPTIMIZERS[name] for name in ("SGD-plain", "SGD-foreach", "AdamW-foreach", "AdamW-fused")}
 ROWS = [
+    *itertools.product(TORCHS, ("O1", "O2", "O5")),
     *((name, how) for name in STEPPED_BY for how in ("plain", "scaler", "O1", "O2", "O5")),
     *((name, how) for name in OWN_MASTERS for how in (*BY_ITSELF, "O5 split")),
     ("split-masters", "O5 split"),
@@ -101,7 +106,7 @@ class Run:
         if how in BY_ITSELF:
             model.bfloat16()
         members = [{**group, "params": [model[n] for n in group["params"]]} for group in groups]
-        self.optimizer = STEPPED_BY[name](members, **BY_ITSELF.get(how, {}))
+        self.optimizer = {**STEPPED_BY, **TORCHS}[name](members, **BY_ITSELF.get(how, {}))
         self.scaler, self.session = GradScaler("cpu", enabled=how == "scaler"), AmpSession() if how in BY_AMP else None
         if self.session:
             sessions.append(self.session)
@@ -119,20 +124,19 @@ class Run:
         for p in self.optimizer.state.keys() - set(params_of(self.optimizer)):
             del self.optimizer.state[p]
 
-    def resumed(self):
-        """Another run with such groups and the three states."""
+    def like(self):
+        """A new run with such groups."""
         model = Weights()
         for n in "abcdefg":
             model[n].requires_grad_(self.model[n].requires_grad)
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         groups = [{**o, "params": group["params"]} for o, group in zip(options, self.groups, strict=True)]
-        other = Run(self.name, self.how, self.sessions, model, groups)
-        model.load_state_dict(self.model.state_dict())
-        other.optimizer.load_state_dict(self.optimizer.state_dict())
-        other.scaler.load_state_dict(self.scaler.state_dict())
-        if self.session:
-            other.session.load_state_dict(self.session.state_dict())
-        return other
+        return Run(self.name, self.how, self.sessions, model, groups)
+
+    def load(self, source, *parts):
+        for part in parts:
+            if getattr(self, part):
+                getattr(self, part).load_state_dict(copy.deepcopy(getattr(source, part).state_dict()))
 
     def step(self, step):
         loss = self.model(torch.cos(torch.arange(6.0).view(2, 3) + step))
@@ -171,12 +175,17 @@ def test_steps_after_a_change_are_those_of_a_run_that_began_with_it(name, how, s
     for i, (change, (of_groups, of_model)) in enumerate(CHANGES.items()):
         # The first, which has seen everything, and two that have loaded states: but frozen weights are loaded rounded.
         del runs[1 : None if change == "thaw" else -2]
+        late = runs[0].like()
         for run in runs:
             run.step(3 * i)
             run.change(of_groups, of_model)
-        runs.append(runs[0].resumed())
+        late.load(runs[0], "model")
+        late.change(of_groups, of_model)
+        runs += [runs[0].like(), late]
+        late.load(runs[0], "optimizer", "scaler", "session")
+        runs[-2].load(runs[0], "model", "optimizer", "scaler", "session")
         for step in (3 * i + 1, 3 * i + 2):
-            for run in runs:
+            for run in reversed(runs):  # a block of any session ends what is kept of loads
                 run.step(step)
         for other in runs[1:]:
             assert_same(other.everything(), runs[0].everything(), change)

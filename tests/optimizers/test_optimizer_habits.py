@@ -19,22 +19,6 @@ from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrec
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_groups_come_late_and_with_options_of_their_own(name):
-    first, late = parameters(shapes=[(3, 1), (4, 1)])
-    optimizer = BY_NAME[name]([first])
-    run(optimizer, 2)
-    optimizer.add_param_group({"params": [late], "lr": 0.0})
-    before = late.detach().clone()
-    run(optimizer, 1)
-    assert_same([late.detach()], [before])
-    optimizer.param_groups[1]["lr"] = 0.1
-    run(optimizer, 1)
-    assert not torch.equal(late, before)
-    assert optimizer.state[first]["step"] == 4
-    assert optimizer.state[late]["step"] == 2
-
-
-@pytest.mark.parametrize("name", BY_NAME)
 def test_parameters_without_gradient_are_left_alone(name):
     used, unused, frozen = parameters(shapes=[(3,), (4,), (5,)])
     frozen.requires_grad_(False)

@@ -578,12 +578,3 @@ def test_adagrad_is_refused():
             optimizers.FusedAdagrad(parameters(), **options)
         with pytest.raises(AmpValueError, match="FusedAdagrad keeps a sum that grows, in torch.float32 alone"):
             optimizers.FusedAdagrad([{"params": parameters(), **options}])
-
-
-def test_inside_larc():
-    optimizer = FusedSGD(parameters(torch.float32, [(64, 64)]), lr=0.1, momentum=0.9, state_dtype="8bit")
-    larc = optimizers.LARC(optimizer)
-    for step in range(2):
-        give(params_of(optimizer), gradients(params_of(optimizer), step))
-        larc.step()
-    assert optimizer.state[params_of(optimizer)[0]]["momentum_buffer_codes"].any()

@@ -199,25 +199,6 @@ def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
     assert -1e-12 <= training.excess() <= allowed(training)
 
 
-@pytest.mark.full(but=6)
-@pytest.mark.parametrize("name", ["sam-sgd", "sam-adam"])
-@all_levels
-@pytest.mark.parametrize("halves", [False, True], ids=["step-closure", "first-and-second-step"])
-def test_sam_goes_where_it_goes_in_fp32(session, level, name, halves):
-    """The same bound, on both sides of where plain torch ends."""
-    training = Training(session, level, name)
-    reference = training.problem.model()
-    plain = MAKE[name](reference.parameters())
-    for _ in range(80):
-        by_hand(training) if halves else step(training, name)
-        for move in (plain.first_step, plain.second_step):
-            training.problem.loss(reference).backward()
-            move(zero_grad=True)
-    goal = training.problem.exact_loss(reference.parameters()) - training.problem.minimum
-    assert abs(training.excess() - goal) <= allowed(training) + 1e-5
-    assert session.skipped_steps(training.optimizer) == 0
-
-
 @cast
 def test_by_hand_and_with_a_closure_take_the_same_steps(session, level):
     found = []

@@ -28,7 +28,6 @@ few_optimizers = pytest.mark.parametrize("name", ["SGD-plain", "FusedSGD"])
 ALL_BUT_O3 = ("O0", "O1", "O2", "O4", "O5")
 every_level = pytest.mark.parametrize("level", ALL_BUT_O3)
 cast_levels = pytest.mark.parametrize("level", CAST)
-delayed = pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 
 
 class Sum(nn.Module):
@@ -54,10 +53,6 @@ def under_amp(session, level, name=None, *, held="a", names=("a", "b"), **option
 
 
 STEP, BOTH = "step", {"a": 1.0, "b": 1.0}
-
-
-def trains(name, on):
-    return lambda model, _: model[name].requires_grad_(on)
 
 
 def step(session, model, optimizer, **factors):
@@ -290,36 +285,6 @@ def test_a_group_that_joins_after_unscale_is_refused():
     scaler.update()
     assert model["a"].eq(1.875).all()
     assert model["b"].eq(2.0).all()
-
-
-@every_optimizer
-@every_level
-@delayed
-def test_groups_edited_by_hand(session, level, name, delay):
-    """Taken out, put back, put in, and replaced, as code for growing point clouds does."""
-    twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["c"].requires_grad_(False))
-
-    def drop_first(_, optimizer):
-        del optimizer.param_groups[0]["params"][0]
-
-    def put_back(model, optimizer):
-        optimizer.param_groups[0]["params"].insert(0, model["a"])
-
-    def replace(model, optimizer):
-        params = optimizer.param_groups[0]["params"]
-        model.weights["b"] = nn.Parameter(torch.full((4,), 1.0, dtype=model["b"].dtype))
-        optimizer.state.pop(params[1], None)
-        params[1] = model["b"]
-
-    def zero_grad(model, optimizer):
-        optimizer.zero_grad()
-        model.zero_grad()
-
-    for change in (drop_first, put_back, replace, trains("c", True)):
-        twins.play(BOTH, STEP, change, zero_grad)
-    twins.play({"delay": delay, "a": 0.5}, {"a": 0.5, "b": 0.5, "c": 1.0}, STEP)
-    held = [p for g in twins.optimizer.param_groups for p in g["params"]]
-    assert all(p.dtype == torch.float32 for p in held)
 
 
 # --- weights that are loaded or edited --------------------------------------------------------------------------------

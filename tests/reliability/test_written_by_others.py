@@ -1,10 +1,8 @@
 """Masters and weights that other code than the step writes: schedules that swap weights, averages, edits, loads."""
 
-import copy
-
 import pytest
 import torch
-from kit import LOW, OPTIMIZERS, backward, loss_of, mlp, params_of, start, train
+from kit import LOW, backward, loss_of, params_of, start, train
 
 LEVELS_WITH_MASTERS = [level for level in LOW if level != "O3"]
 by_level = pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
@@ -71,42 +69,3 @@ def test_a_swap_and_a_swap_back_lose_nothing(session, level, name):
     model(torch.ones(4, 4))
     assert all(map(torch.equal, params_of(optimizer), before))
     assert_rounded(session, model, optimizer)
-
-
-@by_level
-@by_optimizer
-@pytest.mark.parametrize("order", ["model first", "thaw first"])
-def test_a_parameter_that_is_thawed_after_a_load_has_all_its_bits(session, level, name, order):
-    """Three dicts, loaded in the order of the program."""
-
-    def thaw(model, optimizer):
-        model[0].requires_grad_(True)
-        optimizer.add_param_group({"params": list(model[0].parameters())})
-
-    def make():
-        own = type(session)()
-        model = mlp()
-        model[0].requires_grad_(False)
-        trained = torch.nn.ModuleList(model[1:])
-        optimizer = OPTIMIZERS[name](trained.parameters())
-        own.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-        return own, model, optimizer
-
-    source = make()
-    train(*source, 2)
-    thaw(*source[1:])
-    train(*source, 3)
-    saved = copy.deepcopy((source[1].state_dict(), source[2].state_dict(), source[0].state_dict()))
-    train(*source, 2)
-    run = make()
-    if order == "thaw first":
-        thaw(*run[1:])
-    run[1].load_state_dict(saved[0])
-    if order == "model first":
-        thaw(*run[1:])
-    run[2].load_state_dict(saved[1])
-    run[0].load_state_dict(saved[2])
-    train(*run, 2)
-    assert all(map(torch.equal, params_of(source[2]), params_of(run[2])))
-    for each, *_ in (source, run):
-        each.reset()
