@@ -182,7 +182,8 @@ class Offload:
 
         for lane in lanes.values():
             lane.finish()
-        is_skipped = arrived.found_inf is not None and bool(arrived.found_inf.value != 0)
+        flag = None if arrived.found_inf is None else arrived.found_inf.value
+        is_skipped = flag is not None and not tensor_loops.is_fake(flag) and bool(flag != 0)
         stepped = [] if is_skipped else list(grads)
         if is_skipped:
             to_send.clear()
