@@ -1,11 +1,11 @@
-"""Wrap x order of initialize x level: a wrapped model trains as the plain one, or is refused by name."""
+"""Wrap x order of initialize x level: a wrapped model trains and evaluates as the plain one, or is refused by name."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit import LEVELS, OPTIMIZERS, batch, goes_on_where_dynamo_ends, mlp, start, train
+from kit import LEVELS, OPTIMIZERS, Net, assert_same, goes_on_where_dynamo_ends, start, train
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -15,6 +15,11 @@ from ampctx import AmpError
 from ampctx.distributed import fully_shard
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that"), goes_on_where_dynamo_ends]
+X = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model, step):
+    return model(X).float().square().mean()
 
 
 class Averaging(nn.parallel.DistributedDataParallel):
@@ -37,7 +42,7 @@ def compiled_in_place(model, level, mesh):
 
 
 def sharded(model, level, mesh):
-    for module in (model[0], model[3], model):
+    for module in (model.conv, model.hidden, model.head, model):
         fsdp.fully_shard(module, mesh=mesh)
     return model
 
@@ -45,10 +50,15 @@ def sharded(model, level, mesh):
 WRAPS = {
     "DistributedDataParallel": lambda model, level, mesh: Averaging(model),
     "DataParallel": lambda model, level, mesh: nn.DataParallel(model),
-    "torch.compile": lambda model, level, mesh: torch.compile(model, backend="eager"),
+    # aot_eager goes through the dispatcher as inductor does, eager stops at dynamo's graph.
+    "torch.compile": lambda model, level, mesh: torch.compile(
+        model, backend="aot_eager" if level in ("O1", "O2") else "eager", fullgraph=True
+    ),
     "Module.compile": compiled_in_place,
     "fully_shard": sharded,
-    "ampctx's fully_shard": lambda model, level, mesh: fully_shard(model, level, mesh=mesh, units=nn.Linear),
+    "ampctx's fully_shard": lambda model, level, mesh: fully_shard(
+        model, level, mesh=mesh, units=[nn.Conv2d, nn.Linear]
+    ),
 }
 # When the model is wrapped, and what ``initialize`` is given.
 ORDERS = ("before, wrapper", "before, model", "after")
@@ -79,15 +89,18 @@ def mesh():
 
 def model():
     """Of weights that 16 bits hold: shards start from these, masters in a process group from rounded ones."""
-    model = mlp()
+    model = Net()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16().half())
     return model
 
 
-def trained(session, model, optimizer):
-    return train(session, model, optimizer, 3, loss=lambda m, step: m(batch(step)).float().square().mean())
+def evaluated(model):
+    with torch.no_grad():
+        found = model.eval()(X)
+    model.train()
+    return found
 
 
 @pytest.mark.full(but=40)
@@ -95,23 +108,29 @@ def trained(session, model, optimizer):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("wrap", "order"), ROWS)
 def test_a_wrapped_model_trains_as_the_plain_one_or_is_refused(session, mesh, wrap, order, level, name):
+    torch.compiler.reset()
+    inner = model()
+
     def run():
-        torch.compiler.reset()
-        inner = model()
-        wrapped = WRAPS[wrap](inner, level, mesh) if "before" in order else inner
+        wrapped = WRAPS[wrap](inner, level, mesh) if order != "after" else inner
+        if "compile" in wrap:
+            evaluated(wrapped)
         optimizer = OPTIMIZERS[name](inner.parameters())
         given = wrapped if order == "before, wrapper" else inner
         session.initialize(given, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
         wrapped = WRAPS[wrap](inner, level, mesh) if order == "after" else wrapped
-        losses = trained(session, wrapped, optimizer)
-        if isinstance(wrapped, Averaging):
-            assert sum(wrapped.averaged) == 3 * sum(p.numel() for p in inner.parameters())
-        return losses
+        return wrapped, train(session, wrapped, optimizer, 3, loss=loss_of)
 
     if message := refusal(wrap, order, level):
         with pytest.raises(AmpError, match=message):
             run()
         return
-    found = run()
+    wrapped, losses = run()
+    if isinstance(wrapped, Averaging):
+        assert sum(wrapped.averaged) == 3 * sum(p.numel() for p in inner.parameters())
+    found = evaluated(wrapped)
     session.reset()
-    assert found == trained(session, *start(session, level, name, model(), loss_scale=64.0))
+    assert torch.equal(evaluated(wrapped), evaluated(inner))
+    plain, optimizer = start(session, level, name, model(), loss_scale=64.0)
+    assert losses == train(session, plain, optimizer, 3, loss=loss_of)
+    assert_same(found, evaluated(plain))

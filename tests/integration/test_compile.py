@@ -1,4 +1,4 @@
-"""torch.compile beside amp: models before or after ``initialize``, the tail of an iteration, whole iterations."""
+"""torch.compile beside amp: containers, the tail, whole iterations. Models that it wraps: amp/test_wrap_order.py."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kit import LEVELS, OPTIMIZERS, Net, assert_same, backward, goes_on_where_dynamo_ends, start, traces_switches, train
+from kit import OPTIMIZERS, Net, backward, goes_on_where_dynamo_ends, start, traces_switches
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops
@@ -24,36 +24,6 @@ def _fresh_compiler():
 
 def loss_of(model, step=0):
     return model(X).float().square().mean()
-
-
-# aot_eager goes through the dispatcher as inductor does, eager stops at dynamo's graph.
-@pytest.mark.full(but=4)
-@pytest.mark.parametrize(
-    ("level", "when", "backend"),
-    [("O1", "before", "aot_eager"), ("O2", "before", "aot_eager"), *((level, "after", "eager") for level in LEVELS)],
-)
-def test_a_compiled_model_trains_and_evaluates_as_the_plain_one(session, level, when, backend):
-    plain, model = Net(), Net()
-    twin = AmpSession()
-    plain, optimizer = start(twin, level, "FusedAdam", plain, loss_scale=128.0)
-    expected = train(twin, plain, optimizer, loss=loss_of)
-    evaluated = plain.eval()(X)
-    twin.reset()
-
-    compiled = None
-    if when == "before":
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        assert compiled(X).dtype == torch.float32
-        model.norm.reset_running_stats()
-    model, optimizer = start(session, level, "FusedAdam", model, loss_scale=128.0)
-    if compiled is None:
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-    assert train(session, compiled, optimizer, loss=loss_of) == expected
-    assert_same(compiled.eval()(X), evaluated)
-
-    session.reset()
-    assert compiled(X).dtype == torch.float32
-    assert torch.equal(compiled(X), model(X))
 
 
 # --- what goes into a model and comes out of it -----------------------------------------------------------------------
