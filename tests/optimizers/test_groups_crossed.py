@@ -167,7 +167,7 @@ def sessions():
         session.reset()
 
 
-@pytest.mark.full(but=60)
+@pytest.mark.full(but=40)
 @pytest.mark.parametrize(("name", "how"), ROWS)
 def test_steps_after_a_change_are_those_of_a_run_that_began_with_it(name, how, sessions):
     groups = [{"params": list(names), "lr": lr} for names, lr in (("ab", 0.02), ("cd", 0.5), ("e", 0.0))]
