@@ -32,6 +32,10 @@ def is_fake(t: Tensor) -> bool:
     return type(t).__name__ == "FakeTensor"
 
 
+def has_values(t: Tensor) -> bool:
+    return not (t.is_meta or is_fake(t))
+
+
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
     """``setattr(object, name, value)`` for each object."""
     deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)

@@ -19,6 +19,7 @@ from ampctx._saved import check_format, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.kernels.tensor_loops import has_values
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
@@ -120,7 +121,7 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
     if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
         return
     # A count of 0 is right if all of the state is 0.
-    if any(isinstance(t, Tensor) and not t.is_meta and bool(t.any()) for t in state.values()):
+    if any(isinstance(t, Tensor) and has_values(t) and bool(t.any()) for t in state.values()):
         raise AmpKeyError(
             f"the state of {name} has no 'step', only {listed(state, 8)}. Bias correction would start again. Put the "
             "number of steps there, or into its param group as 'step'."
@@ -178,7 +179,7 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
         for key in (*KEPT.intersection(state), *{"step"}.intersection(state)):
             # Each rank checks its part of a DTensor.
             (value,) = local([state[key]])
-            if value.numel() and not value.is_meta:
+            if value.numel() and has_values(value):
                 looked_at.setdefault(value.device, []).append((key, p, value))
     for found in looked_at.values():
         wide = torch.float64 if any(value.dtype == torch.float64 for _, _, value in found) else torch.float32

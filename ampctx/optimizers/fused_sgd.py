@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
+from ampctx.kernels.tensor_loops import has_values
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group
@@ -87,7 +88,7 @@ class FusedSGD(FusedOptimizer):
             # torch and apex do not count steps: an existing buffer has started. If our first step was skipped and torch
             # then started the buffer, the checkpoint has our count of 0.
             buffer = next((value for key, value in state.items() if key.startswith("momentum_buffer")), None)
-            if not isinstance(buffer, Tensor) or buffer.is_meta:
+            if not isinstance(buffer, Tensor) or not has_values(buffer):
                 continue
             if "step" not in state or (_is_zero(state["step"]) and buffer.any()):
                 state["step"] = 1
@@ -96,5 +97,5 @@ class FusedSGD(FusedOptimizer):
 def _is_zero(count: Any) -> bool:
     """False for values that are no numbers: the checks of states raise for them."""
     if isinstance(count, Tensor):
-        return count.numel() == 1 and not count.is_meta and not count.any()
+        return count.numel() == 1 and has_values(count) and not count.any()
     return isinstance(count, (int, float)) and count == 0

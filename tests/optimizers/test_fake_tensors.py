@@ -39,6 +39,8 @@ def alone(name, how):
         clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if name != "mixed-lamb":  # a load reads its learning rate, a tensor
+        optimizer.load_state_dict(optimizer.state_dict())
     return forms(optimizer)
 
 
