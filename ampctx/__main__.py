@@ -1,7 +1,8 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
-``info`` shows versions and the kernels in use, ``explain TEXT`` what docs/errors.md says about a message. Without
-torch, ``--help``, ``--version`` and ``explain`` work; ``info`` prints one line that says what to install.
+``info`` shows versions and the kernels in use, ``info --test`` also tries these, ``explain TEXT`` shows what
+docs/errors.md says about a message. Without torch, ``--help``, ``--version`` and ``explain`` work; ``info`` prints one
+line that says what to install.
 """
 
 from __future__ import annotations
@@ -63,6 +64,19 @@ def info() -> dict[str, Any]:
     }
 
 
+def _test(device: str | None) -> dict[str, Any]:
+    """Compares ops with plain torch on a device. RuntimeError or AssertionError if torch cannot use it."""
+    import torch
+
+    from ampctx.kernels import selftest
+    from ampctx.ops import extension
+
+    # The device with its index.
+    at = torch.zeros((), device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    runs_kernels = extension.serves(at.type) or at in extension.apart
+    return {"device": str(at), "runs_kernels": runs_kernels, "differences": selftest.differences(at)}
+
+
 def _lines(report: dict[str, Any]) -> list[str]:
     """The report as text, in 80 columns."""
     extension = report["extension"]
@@ -85,6 +99,10 @@ def _lines(report: dict[str, Any]) -> list[str]:
     else:
         rows.append(("extension", "not loaded: the ops run on plain torch"))
         rows.append(("", extension["reason"]))
+    if test := report.get("test"):
+        what = "kernels against plain torch" if test["runs_kernels"] else "plain torch against itself, without kernels"
+        rows.append(("test", f"on {test['device']}, ten calls of each op: {what}"))
+        rows += [(kind, problem or "same") for kind, problem in test["differences"].items()]
     return [
         line
         for name, text in rows
@@ -118,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     info_parser = commands.add_parser("info", help="show versions and the kernels in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    info_parser.add_argument("--test", action="store_true", help="compare ops with plain torch; exits 1 if they differ")
+    info_parser.add_argument("--device", help="of --test, such as cuda:1; default: cuda where there is a GPU, else cpu")
     explain_parser = commands.add_parser("explain", help="print what docs/errors.md says about an error message")
     explain_parser.add_argument("text", nargs="+", help="the message, or a part of it")
     words = sys.argv[1:] if argv is None else list(argv)
@@ -135,11 +155,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 1
     report = info()
+    if getattr(arguments, "device", None) and not arguments.test:
+        info_parser.error("--device goes with --test")
+    if getattr(arguments, "test", False):
+        try:
+            report["test"] = _test(arguments.device)
+        except (RuntimeError, AssertionError) as error:
+            info_parser.error(f"--test: {str(error).splitlines()[0]}")
     if getattr(arguments, "json", False):
         _print(json.dumps(report, indent=2))
     else:
         _print("\n".join(_lines(report)))
-    return 0
+    return int(any(report.get("test", {"differences": {}})["differences"].values()))
 
 
 def _print(text: str) -> None:

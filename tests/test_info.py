@@ -4,9 +4,11 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 import ampctx
 from ampctx.__main__ import info, main
+from ampctx.kernels import selftest
 
 
 def test_info_json(capsys):
@@ -35,6 +37,49 @@ def test_a_missing_extension_is_explained(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "not loaded: the ops run on plain torch" in out
     assert "the file is not there: build it" in out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
+def test_info_tests_the_ops_of_a_device(device, capsys):
+    assert main(["info", "--test", "--device", device]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"test       on {device}, "))
+    kinds = ["scale", "axpby", "l2norm", "loss scale", "adam", "sgd", "adagrad", "lion", "muon", "lamb", "novograd"]
+    assert lines[begin + 1 :] == [f"{kind:11}same" for kind in [*kinds, "larc"]]
+
+
+def _add_a_bit(tensors):
+    for t in tensors:
+        t.copy_(t * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("op", "fault", "said"),
+    [
+        ("multi_tensor_adam", lambda *args: _add_a_bit(args[1]), "adam       multi_tensor_adam differs in params"),
+        ("update_scale", lambda *args: _add_a_bit(args[:1]), "loss scale update_scale differs in scale"),
+        ("multi_tensor_lion", lambda *args: torch.ones(2).add(torch.ones(3)), "lion       multi_tensor_lion raises"),
+    ],
+)
+def test_an_op_that_differs_from_plain_torch_is_named(op, fault, said, monkeypatch, capsys):
+    former = selftest.FALLBACKS[op]
+    monkeypatch.setitem(selftest.FALLBACKS, op, lambda *args: (former(*args), fault(*args))[0])
+    assert main(["info", "--test", "--device", "cpu"]) == 1
+    assert [line[: len(said)] for line in capsys.readouterr().out.splitlines() if line.startswith(said[:10])] == [said]
+    assert main(["info", "--test", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["test"]["differences"]
+    assert [kind for kind, problem in found.items() if problem] == [said[:10].strip()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--test", "--device", "gpu"], "Expected one of cpu, cuda"), (["--device", "cpu"], "--device goes with --test")],
+)
+def test_a_wrong_device_is_a_usage_error(options, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["info", *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run train.py", "migrate ."])
