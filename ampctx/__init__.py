@@ -22,6 +22,7 @@ if TYPE_CHECKING or not (_problem := why_no_torch()):
         AmpStallError,
         AmpTypeError,
         AmpValueError,
+        AmpWarning,
         ExtensionError,
     )
     from ampctx.amp import AmpSession, GradScaler
@@ -47,6 +48,7 @@ __all__ = [
     "AmpStallError",
     "AmpTypeError",
     "AmpValueError",
+    "AmpWarning",
     "ExtensionError",
     "GradScaler",
     "MultiTensorApply",

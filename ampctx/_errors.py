@@ -1,7 +1,9 @@
-"""The errors of ampctx. Each also derives from the built-in error that apex.amp or torch.amp raises in its place."""
+"""The errors of ampctx, which also derive from what apex.amp or torch.amp raises in their place, and its warning."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -67,3 +69,22 @@ class AmpRankError(AmpError):
 
 class ExtensionError(AmpError, ImportError):
     """``AMPCTX_REQUIRE_EXTENSION`` requires the compiled extension, and it is missing or unusable."""
+
+
+class AmpWarning(UserWarning):
+    """A likely mistake in the program. amp warns of each kind once a run, on rank 0, and not at ``verbosity=0``.
+
+    ``warnings.simplefilter("error", ampctx.AmpWarning)`` makes it an error, as does ``-W error::ampctx.AmpWarning`` of
+    pytest. Python's own ``-W`` imports no categories of packages. Skipped steps are no mistakes: they go to the log.
+    """
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the program that led here, through ampctx and torch."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, AmpWarning, stacklevel=level + 1)
+
+
+_ON_THE_WAY = ("ampctx", "ampctx_apex", "apex", "torch", "contextlib")

@@ -1,6 +1,7 @@
 """Leaves out what this machine cannot run, and without --full the rest of long tests: pyproject.toml has the marks."""
 
 import gc
+import warnings
 from collections import Counter
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations
@@ -8,7 +9,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from ampctx import AmpSession
+from ampctx import AmpSession, AmpWarning
 
 
 @pytest.fixture
@@ -17,6 +18,14 @@ def session():
     session = AmpSession()
     yield session
     session.reset()
+
+
+@pytest.fixture
+def said():
+    """What ampctx has warned of so far. The test goes on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AmpWarning)
+        yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, AmpWarning)]
 
 
 @pytest.fixture

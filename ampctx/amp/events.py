@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampctx._collectives import is_rank_zero
 from ampctx._decorators import outside_of_graphs
-from ampctx._errors import listed
+from ampctx._errors import listed, warn
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, StepOutcome, is_to_tell
@@ -85,11 +85,11 @@ class SkipLog:
         self._explained_skips, self.said = False, set[Any]()
 
     def say(self, kind: Any, message: str) -> None:
-        """Logs a message, if it is the first of its kind in a run."""
+        """Warns, if it is the first message of its kind in a run."""
         if kind not in self.said:
             self.said.add(kind)
             if self.verbosity > 0 and is_rank_zero():
-                logger.warning(message)
+                warn(message)
 
     def report(
         self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int

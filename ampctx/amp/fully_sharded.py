@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._collectives import is_rank_zero
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed
-from ampctx.amp.events import logger
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import install_io_casts, modules_in_fp32
@@ -105,10 +104,9 @@ def fully_shard(
         stays = hand_over | kept.modules
     lost = [name for name, p in model.named_parameters() if getattr(p, "grad_dtype", p.dtype) != p.dtype]
     if lost and is_rank_zero():
-        logger.warning(
-            "fully_shard: torch shards parameters without their grad_dtype, so gradients of %s get the dtype of the "
-            "parameter. reduce_dtype sets the dtype in which ranks sum them.",
-            listed(lost),
+        warn(
+            "fully_shard: torch shards parameters without their grad_dtype, so gradients of "
+            f"{listed(lost)} get the dtype of the parameter. reduce_dtype sets the dtype in which ranks sum them."
         )
     from torch.distributed import fsdp
 

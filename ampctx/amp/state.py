@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import check_process_group
-from ampctx._errors import AmpError, AmpKeyError, AmpValueError
+from ampctx._errors import AmpError, AmpKeyError, AmpValueError, warn
 from ampctx._saved import FORMAT, check_format, check_known, entry, typed
 from ampctx.amp import ranks
 from ampctx.amp.step import OptimizerBinding
@@ -110,7 +110,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
             entries = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
             optimizers[-1]["loss_scales"] = {**entries, "deferred": _deferred_of(own, deferred)}
     if are_lost:
-        logger.warning("%s: gradients that no step has used are not in the state. Save after optimizer.step().", call)
+        warn(f"{call}: gradients that no step has used are not in the state. Save after optimizer.step().")
     level = session.policy.opt_level
     return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
 
@@ -246,7 +246,7 @@ def tell_of_lost_masters(session: Any, may_wait: bool = True) -> None:
     found = [binding.masters for binding in session._bindings.values() if binding.masters.pairs]
     if any(m.are_rounded() for m in found if may_wait or all(master.is_cpu for _, master in m.pairs)):
         session._lacks_masters = None
-        logger.warning(
+        warn(
             "amp.load_state_dict: the checkpoint has no fp32 master weights, neither in the model's state nor in "
             "amp's. They start from the rounded 16-bit weights. Save model.state_dict() of the model that went "
             "through amp.initialize: it contains the masters."

@@ -5,7 +5,6 @@ An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; `
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 import weakref
@@ -20,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group, is_distributed
-from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError, warn
 from ampctx._saved import FORMAT, plain
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
@@ -32,8 +31,6 @@ from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, chec
 from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome, params_of
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
-
-logger = logging.getLogger("ampctx")
 
 # The errors of calls at the wrong stage, as torch begins them.
 _SEE = "See docs/errors.md#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
@@ -115,10 +112,9 @@ class GradScaler(torch.amp.GradScaler):
             raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}.")
         device = torch.device(device).type
         if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn(
+            warn(
                 "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale on the CPU. "
-                "See docs/errors.md#gradscaler-is-enabled-but-cuda-is-not-available.",
-                stacklevel=2,
+                "See docs/errors.md#gradscaler-is-enabled-but-cuda-is-not-available."
             )
             enabled = False
         self._loss_scale: Any = None  # a LossScale, if enabled
@@ -309,11 +305,10 @@ class GradScaler(torch.amp.GradScaler):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
             if not state["found_inf_per_device"] and not steps.told:
                 steps.told = True
-                logger.warning(
-                    "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, "
-                    "or zero_grad() ran after backward(). See "
-                    "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
-                    type(optimizer).__name__,
+                warn(
+                    f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient. The "
+                    "loss does not reach them, or zero_grad() ran after backward(). See "
+                    "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
                 )
             state["stage"] = OptState.STEPPED
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params_of(optimizer))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from numbers import Real
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ampctx._collectives import check_process_group, maximum_over_ranks
 from ampctx._decorators import outside_of_graphs, without_grad
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.plan import PlannedCall, SpreadGrads, make_plan, spread_grads
@@ -73,10 +72,9 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
         raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Iterator):
-        warnings.warn(
+        warn(
             "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
-            "one, or a list.",
-            stacklevel=4,
+            "one, or a list."
         )
     return found
 

@@ -1,26 +1,18 @@
 """Each hint is said once, of the mistake that it is for, and of no correct program. Then the loop pays nothing."""
 
-import logging
 import threading
+import warnings
 
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, backward, batch, loss_of, mlp, probe, probes, start, train
+from kit import LEVELS, assert_same, backward, batch, loss_of, mlp, probe, probes, start, train
 from torch import nn
 
-from ampctx import AmpSession
+from ampctx import AmpSession, AmpWarning
 from ampctx.amp.hints import ENOUGH_STEPS, FIRST_STEPS
 
 SCALED = [("O0", 128.0), ("O1", "dynamic"), ("O4", 128.0), ("O2", "dynamic"), ("O5", 128.0)]
-
-
-@pytest.fixture
-def said(caplog):
-    """Warnings so far, but those of skipped steps."""
-    caplog.set_level(logging.WARNING, "ampctx")
-    of_skips = ("Gradient overflow", "ampctx: non-finite", "ampctx: a few skipped")
-    return lambda: [m for m in caplog.messages if not m.startswith(of_skips)]
 
 
 # --- a correct loop ---------------------------------------------------------------------------------------------------
@@ -48,6 +40,28 @@ def test_nothing_is_said_at_verbosity_0(session, said):
     model.loss(1.0).backward()
     optimizer.step()
     assert said() == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_warning_that_is_an_error_changes_nothing_and_the_loop_goes_on(session, level):
+    model, optimizer = probe(session, level, loss_scale="dynamic", verbosity=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        with pytest.raises(AmpWarning, match=PLAIN), session.scale_loss(model.loss(1.0), optimizer):
+            model.loss(1.0).backward()
+        assert_same(list(model.parameters()), before)
+        assert all(p.grad is None for p in model.parameters())
+        backward(session, model.loss(1.0), optimizer)
+        optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_warning_names_the_line_of_the_program(session):
+    _, optimizer = probe(session, "O1", verbosity=1)
+    with pytest.warns(AmpWarning, match="none of its parameters has a gradient") as told:
+        optimizer.step()
+    assert [warning.filename for warning in told] == [__file__]
 
 
 # --- backward through the loss that is not scaled ---------------------------------------------------------------------

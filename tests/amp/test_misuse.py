@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import logging
 import pickle
 import weakref
 
@@ -18,12 +17,6 @@ from ampctx.amp import AmpSession, GradScaler
 
 SCALED = [("O0", 128.0), ("O1", "dynamic"), ("O4", 128.0)]
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.WARNING, "ampctx")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def copies(*models):
