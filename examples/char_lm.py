@@ -232,7 +232,7 @@ def main() -> int:
     if args.plot:
         plot(history, args.opt_level, args.plot)
         print(f"plot written to {args.plot}")
-    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    scale = amp.loss_scale()
     print(
         f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | loss scale {scale:g} | "
         f"skipped steps {skipped} of {args.steps}"

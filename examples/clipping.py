@@ -39,7 +39,7 @@ def train_apex(
         # Clipping hides no overflow: the block has checked the gradients, and step() will skip.
         clip(amp.master_params(optimizer))
         optimizer.step()
-    return amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
+    return amp.loss_scale(), amp.skipped_steps(optimizer)
 
 
 def train_torch(

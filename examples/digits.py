@@ -149,10 +149,9 @@ def train(args: argparse.Namespace) -> dict[str, list]:
     model = make_model().to(device)
     make_optimizer, default_lr = OPTIMIZERS[args.optimizer]
     optimizer = make_optimizer(model.parameters(), args.lr or default_lr)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale)
+    options = {"loss_scale": args.loss_scale, "init_scale": args.first_loss_scale}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)
-    if args.first_loss_scale:
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": args.first_loss_scale, "unskipped": 0}})
 
     first_epoch, history = 0, {"loss": [], "loss_scale": [], "skipped": [], "accuracy": [], "epoch_end": []}
     if checkpoint is not None:

@@ -38,7 +38,7 @@ def train_apex(model: nn.Module, data: Batches, weight: float, opt_level: str) -
 
         # In fp16 small gradients would round to 0, so scale this backward, too. Reading the scale is a host sync. Call
         # torch.autograd.grad without the casts of O1.
-        scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+        scale = amp.loss_scale()
         with amp.disable_casts():
             # model.parameters(), because the graph does not contain amp.master_params.
             scaled_grads = torch.autograd.grad(loss * scale, list(model.parameters()), create_graph=True)
@@ -49,7 +49,7 @@ def train_apex(model: nn.Module, data: Batches, weight: float, opt_level: str) -
             scaled_loss.backward()
         optimizer.step()
         norms.append(grad_norm.item())
-    return norms, amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
+    return norms, amp.loss_scale(), amp.skipped_steps(optimizer)
 
 
 def train_torch(model: nn.Module, data: Batches, weight: float, device: str) -> tuple[list[float], float, int]:

@@ -127,7 +127,7 @@ def train(args: argparse.Namespace, device: torch.device, images: Tensor, labels
                 scaled_loss.backward()
             clip_grad_norm_(amp.master_params(optimizer), 1.0)  # the norm of the whole model
             optimizer.step()
-    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    scale = amp.loss_scale()
     return called, f"loss scale {scale:g} | skipped steps {amp.skipped_steps(optimizer)}"
 
 

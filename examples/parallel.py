@@ -128,7 +128,7 @@ def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tupl
                     scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
+    return model, amp.loss_scale(), amp.skipped_steps(optimizer)
 
 
 def train_with_autocast(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:

@@ -37,7 +37,7 @@ def train_apex(
         # The gradients are unscaled here. If one is inf or nan, step() changes nothing.
         optimizer.step()
         losses.append(loss.detach())
-    return losses, amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
+    return losses, amp.loss_scale(), amp.skipped_steps(optimizer)
 
 
 def train_torch(

@@ -52,7 +52,7 @@ def train_apex(
             score = critic(mixed)
             # Scale this backward by hand, because small fp16 gradients would round to 0, and run it without the casts
             # of O1. Reading the scale is a host sync.
-            scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+            scale = amp.loss_scale()
             with amp.disable_casts():
                 (scaled_grad,) = torch.autograd.grad(score.sum() * scale, mixed, create_graph=True)
             loss = critic(fake).mean() - critic(real).mean() + penalty_of(scaled_grad.float() / scale)

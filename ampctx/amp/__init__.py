@@ -18,6 +18,7 @@ scale_loss = _default_session.scale_loss
 master_params = _default_session.master_params
 skipped_steps = _default_session.skipped_steps
 outcome = _default_session.outcome
+loss_scale = _default_session.loss_scale
 history = _default_session.history
 on_step = _default_session.on_step
 on_skip = _default_session.on_skip
@@ -62,6 +63,7 @@ __all__ = [
     "history",
     "initialize",
     "load_state_dict",
+    "loss_scale",
     "master_model",
     "master_params",
     "master_state_dict",

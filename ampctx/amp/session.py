@@ -153,6 +153,8 @@ class AmpSession:
         ops_fp32: Any = None,
         history: int = DEFAULT_LENGTH,
         skip_nonfinite: bool = False,
+        init_scale: float | None = None,
+        growth_interval: int | None = None,
     ) -> Any:
         """Prepares models and optimizers for mixed precision, in place. Host sync only with process_group or DTensors.
 
@@ -202,6 +204,8 @@ class AmpSession:
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
             skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
                 False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
+            init_scale, growth_interval: of a dynamic scale, as in ``GradScaler``: where it starts, and after how many
+                clean backwards in a row it doubles. None: 65536, moved into the bounds, and 2000.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
@@ -245,8 +249,8 @@ class AmpSession:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
         if not isinstance(skip_nonfinite, bool):
             raise AmpTypeError(f"skip_nonfinite must be True or False, got {type(skip_nonfinite).__name__}")
-        bounds = min_loss_scale, max_loss_scale
-        scales = [LossScale.from_option(policy.loss_scale, *bounds, skip_nonfinite) for _ in range(num_losses)]
+        rule: Any = policy.loss_scale, min_loss_scale, max_loss_scale, skip_nonfinite, init_scale, growth_interval
+        scales = [LossScale.from_option(*rule) for _ in range(num_losses)]
         for scale in scales:
             scale.process_group = process_group
         limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
@@ -428,10 +432,15 @@ class AmpSession:
     def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
         bindings = self._bindings_of(optimizers)
         scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
+        scale = self._scale_of(scales, loss_id, "scale_loss")
+        return Block(bindings, loss_id, scale, loss.device, delay, delay_check)
+
+    @staticmethod
+    def _scale_of(scales: list[LossScale], loss_id: int, call: str) -> LossScale:
         if not -len(scales) <= loss_id < len(scales):
             given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
-            raise AmpIndexError(f"scale_loss: {given}. Pass the number of losses there.")
-        return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
+            raise AmpIndexError(f"{call}: {given}. Pass the number of losses there.")
+        return scales[loss_id]
 
     def _shared_scales(self, bindings: list[OptimizerBinding]) -> list[LossScale]:
         # An optimizer keeps those of its own initialize.
@@ -623,6 +632,26 @@ class AmpSession:
         if self.policy is not None and not self.policy.enabled:
             return StepOutcome()
         return self._watched(optimizer, "outcome").steps.outcome
+
+    def loss_scale(self, optimizer: Any = None, loss_id: int = 0) -> float:
+        """Returns the scale that the next block uses. Host sync if it is on an accelerator and moves.
+
+        With DTensors it is that of the latest block before the last ``optimizer.step()``. ``outcome`` and ``history``
+        have the scales of steps. 1.0 with ``enabled=False``.
+
+        Args:
+            optimizer: needed if several calls of ``initialize`` gave optimizers scales of their own.
+            loss_id: as for ``scale_loss``.
+
+        Raises:
+            AmpError, AmpIndexError: before ``initialize``; an optimizer that did not go through it; no such loss.
+        """
+        if self.policy is None:
+            raise AmpError("amp.loss_scale was called before amp.initialize. Call amp.initialize first.")
+        if not self.policy.enabled:
+            return 1.0
+        scales = self.loss_scales if optimizer is None else self._watched(optimizer, "loss_scale").loss_scales
+        return self._scale_of(scales, check_loss_id(loss_id), "amp.loss_scale").value()
 
     def history(self, optimizer: Any = None, last: int | None = None) -> History:
         """Returns the latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.

@@ -90,6 +90,12 @@ def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[f
     return low, high
 
 
+def check_within(init_scale: Any, low: float, high: float, kind: str = "scale") -> float:
+    if not low <= (number := check_scale("init_scale", init_scale)) <= high:
+        raise AmpValueError(f"init_scale is {number}, outside min_{kind}={low} and max_{kind}={high}")
+    return number
+
+
 class LossScale:
     """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
@@ -127,21 +133,30 @@ class LossScale:
         self.init_hysteresis_tracker = self.hysteresis = check_count("hysteresis", hysteresis, 1)
         # The value of a static scale is always init_scale.
         self.init_scale, self.init_growth_tracker = check_scale("init_scale", init_scale), 0
-        low, high = self.min_scale, self.max_scale
-        if dynamic and not low <= self.init_scale <= high:
-            raise AmpValueError(f"init_scale is {self.init_scale}, outside min_scale={low} and max_scale={high}")
+        if dynamic:
+            check_within(self.init_scale, self.min_scale, self.max_scale)
 
     @classmethod
     def from_option(
-        cls, loss_scale: Any, low: float | None, high: float | None, skip_nonfinite: bool = False
+        cls, loss_scale: Any, low: Any, high: Any, skip_nonfinite: bool = False, start: Any = None, interval: Any = None
     ) -> LossScale:
-        """The scale for ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
+        """The scale for ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=..., skip_nonfinite=...,
+        init_scale=..., growth_interval=...)``.
 
         A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
         value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound."""
         if loss_scale == DYNAMIC:
             low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
-            return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+            at = max(low, min(high, DYNAMIC_INIT_SCALE))
+            at = at if start is None else check_within(start, low, high, "loss_scale")
+            rule = {} if interval is None else {"growth_interval": interval}
+            return cls(at, dynamic=True, min_scale=low, max_scale=high, **rule)
+        for name, value in (("init_scale", start), ("growth_interval", interval)):
+            if value is not None:
+                raise AmpValueError(
+                    f"{name}={value!r} is for a dynamic loss scale, and loss_scale={loss_scale} is static: it stays at "
+                    f"that number. Pass loss_scale='dynamic', or leave {name} out."
+                )
         scale = cls(value := check_scale("loss_scale", loss_scale), dynamic=skip_nonfinite)
         if skip_nonfinite:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit import INF, Probe, backward, parameter, probe, ready, scale_of
 
-from ampctx import GradScaler
+from ampctx import AmpError, AmpIndexError, GradScaler
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.spi import LossScale, only_amp_entry
 
@@ -84,6 +84,33 @@ def test_a_dynamic_scale_starts_and_stays_within_its_bounds(session, low, high, 
     assert scale_of(session) == (low or 2.0 ** (math.log2(first) - 40))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_initialize_takes_the_start_and_the_interval_of_growth(session, level):
+    model, optimizer = probe(session, level, 2, loss_scale="dynamic", init_scale=1024, growth_interval=3)
+    course = []
+    for bad in (0, 0, 0, 0, 1, 0, 0, 0):
+        backward(session, model.loss(INF if bad else 1.0), optimizer, loss_id=1)
+        optimizer.zero_grad()
+        course.append(session.loss_scale(loss_id=1))
+    assert course == [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0]
+    assert session.loss_scale() == session.loss_scale(optimizer, -2) == 1024.0
+
+
+def test_the_scale_can_be_read_of_any_optimizer_and_loss(session):
+    with pytest.raises(AmpError, match="loss_scale was called before amp.initialize"):
+        session.loss_scale()
+    _, first = probe(session, "O1", loss_scale=8.0)
+    _, second = probe(session, "O1", loss_scale="dynamic", init_scale=2.0)
+    assert (session.loss_scale(), session.loss_scale(first), session.loss_scale(second)) == (2.0, 8.0, 2.0)
+    with pytest.raises(AmpIndexError, match="amp.loss_scale: loss_id is 1, and num_losses=1 was given"):
+        session.loss_scale(loss_id=1)
+    with pytest.raises(AmpError, match="amp.loss_scale: this SGD did not go through amp.initialize"):
+        session.loss_scale(torch.optim.SGD([parameter([1.0])]))
+    session.reset()
+    probe(session, enabled=False)
+    assert session.loss_scale() == 1.0
+
+
 def test_a_scale_set_by_the_program_may_lie_beyond_the_bounds(session):
     probe(session, "O1", max_loss_scale=8.0)
     session.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 7}})
@@ -108,6 +135,15 @@ def test_a_static_scale_ignores_the_bounds(session):
         ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, AmpValueError, "min_loss_scale is 8.0 and max_loss_scale is"),
         ({"min_loss_scale": "8", "max_loss_scale": 16.0}, AmpTypeError, "min_loss_scale must be a number"),
         ({"max_loss_scale": "8"}, AmpTypeError, "max_loss_scale must be a number"),
+        ({"init_scale": "8"}, AmpTypeError, "init_scale must be a number, got str"),
+        ({"init_scale": 2.0**25}, AmpValueError, "init_scale is 33554432.0, outside min_loss_scale=0.0 and max_loss_"),
+        ({"growth_interval": 0}, AmpValueError, "growth_interval is 0, expected an int >= 1"),
+        ({"init_scale": 8.0, "loss_scale": 1.0}, AmpValueError, "init_scale=8.0 is for a dynamic .* Pass loss_scale="),
+        (
+            {"growth_interval": 9, "loss_scale": 8.0, "skip_nonfinite": True},
+            AmpValueError,
+            "and loss_scale=8.0 is static: it stays at that number",
+        ),
     ],
     ids=str,
 )
