@@ -52,7 +52,7 @@ class StepFacts(NamedTuple):
     masters: list[Tensor]
     has_grads: bool
     by_scaler: bool
-    former: StepOutcome | None
+    former: StepOutcome
 
 
 @dataclass(eq=False)

@@ -175,9 +175,9 @@ class Hints:
         here = [master.detach() for master in step.masters if master.device == step.masters[0].device]
         now = marks(step.masters), [master.sum(dtype=widest(master.device)) for master in here]
         is_same = bool(here and before) and before[1] == now[0]
-        if is_same and not (former is not None and former.skipped):
+        if is_same and not former.skipped:
             is_same = torch.equal(torch.stack(before[2]), torch.stack(now[1]))
-        if here and (not before or (is_same and former is not None and former.skipped)):
+        if here and (not before or (is_same and former.skipped)):
             self.still[step.optimizer] = (former, *now) if step.has_grads else ()
             return
         del self.still[step.optimizer]

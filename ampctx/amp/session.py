@@ -616,8 +616,8 @@ class AmpSession:
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.steps.skipped_steps()
 
-    def outcome(self, optimizer: Any) -> StepOutcome | None:
-        """Returns the outcome of the latest ``optimizer.step()``, None before the first. No host sync.
+    def outcome(self, optimizer: Any) -> StepOutcome:
+        """Returns the outcome of the latest ``optimizer.step()``. No host sync.
 
         With ``enabled=False`` every step counts as stepped. Reading an attribute may be a host sync.
 

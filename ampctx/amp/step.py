@@ -517,10 +517,10 @@ class OptimizerBinding:
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
         return step_record.culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
-    def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits | None:
+    def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
         if self.masters.pairs and checked is None:
-            return None
+            return ()
         found: Culprits = ()
         if checked is not None and (masters := checked.not_finite()):
             names = self.names_by_id()
@@ -529,7 +529,7 @@ class OptimizerBinding:
         if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
             found += step_record.culprits_among(others, self.names_by_id)
-        return found or None
+        return found
 
     # --- names and factors --------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Guard:
                 vars(grad).pop(CLIPPED, None)
         stepped = weakref.ref(optimizer)
 
-        def later(is_current: bool) -> Culprits | None:
+        def later(is_current: bool) -> Culprits:
             if not is_bad.item():
                 return ()
             is_there = any((grad := ref()) is not None and version_of(grad) == version for ref, version in first)
@@ -139,11 +139,11 @@ class Guarded:
     _guard: Guard | None = None
 
     @property
-    def outcome(self) -> StepOutcome | None:
-        """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``; None before it, and
-        without them. ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too
-        large, or, in fused optimizers, a flag that other code has set. No host sync; reading attributes is."""
-        return None if self._guard is None else self._guard.record.outcome
+    def outcome(self) -> StepOutcome:
+        """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``. Without them there is
+        no step. ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too large, or,
+        in fused optimizers, a flag that other code has set. No host sync; reading attributes is."""
+        return step_record.NO_STEP_YET if self._guard is None else self._guard.record.outcome
 
     def skipped_steps(self) -> int:
         """Counts the steps that ``skip_nonfinite`` and ``skip_norm_above`` have skipped, also before a checkpoint. Host

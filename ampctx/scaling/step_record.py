@@ -103,10 +103,10 @@ def culprits_of(optimizer: Any) -> Culprits:
     return culprits_among(grads, lambda: ParameterNames().of(optimizer))
 
 
-def culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits | None:
+def culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits:
     """The same, as ``StepRecord.left_to_device`` asks for it. ``stepped``: the optimizer."""
     optimizer = stepped() if is_current else None
-    return None if optimizer is None else culprits_of(optimizer) or None
+    return () if optimizer is None else culprits_of(optimizer)
 
 
 class StepOutcome:
@@ -114,13 +114,16 @@ class StepOutcome:
 
     Host sync: reading the first attribute, if the device decides (optimizers of ampctx, torch's with ``fused=True``);
     none if the host has decided. Reading ``grad_norm`` or a scale may be another one. For a step in a CUDA graph it
-    describes the replay before the first read. A pickle or a copy holds the values.
+    describes the replay before the first read. A pickle or a copy holds the values. Before the first step there is one
+    that neither ``stepped`` nor ``skipped``.
 
     Example::
 
         if amp.outcome(optimizer).stepped:
             scheduler.step()
     """
+
+    _is_of_step = True
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class StepOutcome:
         external: Tensor | None = None,
         scales: Mapping[int, Factor | Tensor] | None = None,
         grad_norm: Tensor | None = None,
-        culprits: Culprits | Callable[[], Culprits | None] = (),
+        culprits: Culprits | Callable[[], Culprits] = (),
     ) -> None:
         """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: one that was set on
         the optimizer. No later code may write to these tensors."""
@@ -160,12 +163,12 @@ class StepOutcome:
     @property
     def stepped(self) -> bool:
         """Whether the step ran."""
-        return not self.skipped
+        return self._is_of_step and not self.skipped
 
     @property
     def reason(self) -> str | None:
         """Why the step was skipped, "overflow" for inf or nan in the gradients, or "found_inf" for only a flag that
-        other code had set on the optimizer, or ``skip_norm_above``. None if it ran."""
+        other code had set on the optimizer, or ``skip_norm_above``. None if it was not skipped."""
         return None if not self.skipped else "overflow" if self.overflowed else "found_inf"
 
     @property
@@ -196,30 +199,36 @@ class StepOutcome:
         return norm
 
     @property
-    def culprits(self) -> Culprits | None:
-        """The parameters with non-finite gradients; () if the step ran.
+    def culprits(self) -> Culprits:
+        """The parameters with non-finite gradients; () if the step ran, or if they are not known any more.
 
         If the host decides, they are known at the skip. If the device decides, the first read searches the gradients:
-        read before ``zero_grad()`` and before the next block, or in an ``on_skip`` hook. Later it is None, unknown.
-        With masters and an optimizer of ampctx, names and shapes stay known, counts do not. With masters and a fused
+        read before ``zero_grad()`` and before the next block, or in an ``on_skip`` hook. Later they are unknown. With
+        masters and an optimizer of ampctx, names and shapes stay known, counts do not. With masters and a fused
         optimizer of torch, only an ``on_skip`` hook knows.
         """
         if callable(self._culprits):
-            self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
-        return self._culprits  # type: ignore[return-value]
+            self._culprits = self._culprits() if self.skipped else ()
+        return self._culprits
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.culprits, self.scales, self.grad_norm
         return self.__dict__.copy()
 
     def __repr__(self) -> str:
+        if not self._is_of_step:
+            return "StepOutcome(no step yet)"
         if self.stepped:
             return f"StepOutcome(stepped, scales={self.scales}, grad_norm={self.grad_norm})"
-        culprits = self.culprits
+        culprits = listed(self.culprits) or ("not known any more" if self.overflowed else "none")
         return (
             f"StepOutcome(skipped, reason={self.reason!r}, overflowed={self.overflowed}, scales={self.scales}, "
-            f"culprits={'not known any more' if culprits is None else listed(culprits)!r})"
+            f"culprits={culprits!r})"
         )
+
+
+NO_STEP_YET = StepOutcome()
+NO_STEP_YET._is_of_step = False
 
 
 @torch.no_grad()
@@ -364,7 +373,7 @@ class StepRecord:
         report: Callable[..., None] | None = None,
         hooks: tuple[Mapping[int, Callable], Mapping[int, Callable]] = ({}, {}),
     ) -> None:
-        self.outcome: StepOutcome | None = None
+        self.outcome = NO_STEP_YET
         self.history = StepHistory(history_length, losses)
         self.epoch, self.in_a_row, self.told = 0, 0, False
         self.limit, self._report, self._hooks = limit, report, hooks
@@ -427,7 +436,7 @@ class StepRecord:
         known: Known,
         found_inf: Tensor | None,
         culprits: Callable[[], Culprits],
-        later: Callable[[bool], Culprits | None],
+        later: Callable[[bool], Culprits],
         external: bool = False,
         counts: SkipCounts | None = None,
     ) -> StepOutcome:

@@ -24,7 +24,11 @@ POISON = {"3.weight": INF}
 def test_stepped_and_skipped(session, name, level):
     """Each outcome is what the weights say, and stays so when later steps have been taken."""
     loop = ScalerLoop(name) if level == "GradScaler" else Loop(session, name, level)
-    assert loop.outcome() is None
+    none = loop.outcome()
+    assert not none.stepped
+    assert not none.skipped
+    assert (none.reason, none.scale, none.scales, none.overflowed, none.culprits) == (None, None, {}, (), ())
+    assert repr(pickle.loads(pickle.dumps(none))) == "StepOutcome(no step yet)"
     outcomes, moved = [], []
     for seed, poison in enumerate(({}, POISON, {}, {"0.bias": NAN}, {"1.weight": -INF}, {})):
         before = loop.values()

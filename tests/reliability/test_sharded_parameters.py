@@ -135,7 +135,7 @@ class Loop:
             outcome = self.scaler.outcome(self.optimizer)
             self.scaler.update()
         self.moved.append(outcome.stepped)
-        self.culprits.append([culprit.name for culprit in outcome.culprits or ()])
+        self.culprits.append([culprit.name for culprit in outcome.culprits])
         self.scales.append(self.scaler.get_scale() if self.session is None else self.session.loss_scales[0].value())
 
     def run(self, first=0, last=STEPS):

@@ -758,8 +758,8 @@ class Training(RuleBasedStateMachine):
             assert self.session.skipped_steps(optimizer) == sum(skipped)
             assert self.session.history(optimizer).skipped == skipped
             outcome = self.session.outcome(optimizer)
-            assert (outcome is None) == (not opt.outcomes)
-            if outcome:
+            assert (outcome.stepped or outcome.skipped) == bool(opt.outcomes)
+            if opt.outcomes:
                 flags, scales = opt.outcomes[-1]
                 assert (outcome.skipped, set(outcome.overflowed)) == (skipped[-1], flags)
                 assert outcome.scales == scales
