@@ -107,6 +107,18 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     return policy
 
 
+def summary(policy: PrecisionPolicy, scales: Iterable[Any]) -> str:
+    """Level, dtype, masters and loss scales in one line."""
+    if not policy.enabled:
+        return "enabled=False"
+    model, ops = (str(dtype).removeprefix("torch.") for dtype in (policy.input_dtype, policy.autocast_dtype))
+    casts = f"{ops} autocast" if policy.autocast_dtype else f"{model} model" if policy.input_dtype else "no casts"
+    kept = "split" if policy.master_weights == "split" else "fp32" if policy.master_weights else "no"
+    masters = "" if policy.input_dtype in (None, torch.float32) else f", {kept} masters"
+    dynamic = "dynamic " if policy.loss_scale == "dynamic" else ""
+    return f"{policy.opt_level}: {casts}{masters}, {dynamic}loss scale {' and '.join(map(str, scales))}"
+
+
 def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
     """The lines that apex prints in ``initialize``: the level's defaults, then the options in effect."""
     return [

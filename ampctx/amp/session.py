@@ -30,7 +30,7 @@ from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
 from ampctx.amp.methods import weak_method
-from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve
+from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
@@ -91,6 +91,7 @@ class AmpSession:
 
     # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
     watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
+    prints_apex_banner = False  # as apex's names do
 
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
@@ -113,12 +114,17 @@ class AmpSession:
 
     @property
     def verbosity(self) -> int:
-        """0 is silent. From 1, rank 0 logs skipped steps."""
+        """0 is silent. From 1, rank 0 logs skipped steps and warns of mistakes."""
         return self._log.verbosity
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
         self._log.verbosity = value
+
+    def __repr__(self) -> str:
+        if self.policy is None:
+            return "AmpSession(not initialized)"
+        return f"AmpSession({summary(self.policy, self.loss_scales)}; optimizers: {len(self._bindings)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
@@ -181,7 +187,8 @@ class AmpSession:
             loss_scale: "dynamic" or a number, also as a string.
             cast_model_outputs: floating dtype of the model's outputs.
             num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
-            verbosity: 0 is silent. From 1 rank 0 prints the options and logs skipped steps.
+            verbosity: 1: rank 0 prints a line (level, dtype, masters, loss scale), logs skipped steps and warns of
+                mistakes. 2 prints apex's banner instead of the line. 0 is silent.
             min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
             patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
             max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
@@ -259,7 +266,8 @@ class AmpSession:
         ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
-            print("\n".join(banner(opt_level, policy)))
+            apexs = verbosity > 1 or self.prints_apex_banner
+            print("\n".join(banner(opt_level, policy)) if apexs else f"ampctx: {summary(policy, scales)}")
         # Makes all changes, and undoes them all if one fails.
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(model_list)

@@ -146,6 +146,11 @@ class GradScaler(torch.amp.GradScaler):
     _backoff_factor = _of_loss_scale("backoff_factor", check_factor)
     _growth_interval = _of_loss_scale("growth_interval", partial(check_count, least=1))
 
+    def __repr__(self) -> str:
+        if (scale := self._loss_scale) is None:
+            return "GradScaler(enabled=False)"
+        return f"GradScaler({self._device!r}, scale {scale}, growth_interval={scale.growth_interval})"
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies ``outputs`` by the scale. No host sync.
 

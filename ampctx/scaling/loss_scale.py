@@ -162,6 +162,12 @@ class LossScale:
             scale.is_held, scale.min_scale, scale.max_scale = True, value, value
         return scale
 
+    def __str__(self) -> str:
+        """The value, or where it is, if reading it would be a host sync."""
+        if self.scale is None or not self.dynamic or (self.scale.is_cpu and type(self.scale) is Tensor):
+            return f"{self.value():.9g}"
+        return f"on {self.scale.device}"
+
     @property
     def is_identity(self) -> bool:
         """Whether the scale is static and exactly 1."""

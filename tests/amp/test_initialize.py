@@ -6,7 +6,7 @@ from kit import LOW, backward, every_level, loss_of, mlp, start
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.optimizers import FusedSGD
+from ampctx.optimizers import FusedSGD, SplitMasters
 
 
 def sgd(model, lr=0.1):
@@ -301,8 +301,45 @@ def test_a_failure_late_in_initialize_undoes_all_of_it(session, master_weights):
     assert session.policy is None
 
 
-def test_banner_is_printed_at_verbosity_1_alone(session, capsys):
-    session.initialize(mlp(), opt_level="O2", loss_scale="128.0", verbosity=1)
+SHOWN = {
+    "O0": "float32 model, loss scale 1",
+    "O1": "float16 autocast, dynamic loss scale 65536",
+    "O2": "float16 model, fp32 masters, dynamic loss scale 65536",
+    "O3": "float16 model, no masters, loss scale 1",
+    "O4": "bfloat16 autocast, loss scale 1",
+    "O5": "bfloat16 model, fp32 masters, loss scale 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        *(({"opt_level": level}, f"{level}: {shown}") for level, shown in SHOWN.items()),
+        ({"opt_level": "O5", "master_weights": "split"}, "O5: bfloat16 model, split masters, loss scale 1"),
+        ({"opt_level": "O5", "master_weights": False}, "O5: bfloat16 model, no masters, loss scale 1"),
+        ({"opt_level": "O2", "cast_model_type": False, "loss_scale": 0.5}, "O2: no casts, loss scale 0.5"),
+        (
+            {"opt_level": "O1", "num_losses": 2, "init_scale": 2.0**24},
+            "O1: float16 autocast, dynamic loss scale 16777216 and 16777216",
+        ),
+    ],
+)
+def test_verbosity_1_prints_a_line_which_the_repr_shows_too(session, options, shown, capsys):
+    assert repr(session) == "AmpSession(not initialized)"
+    model = mlp()
+    optimizer = SplitMasters(torch.optim.SGD, model.parameters())
+    session.initialize(model, optimizer, **options)
+    assert capsys.readouterr().out == f"ampctx: {shown}\n"
+    assert repr(session) == f"AmpSession({shown}; optimizers: 1)"
+
+
+def test_the_repr_of_a_session_that_is_off(session):
+    session.initialize(mlp(), enabled=False)
+    assert repr(session) == "AmpSession(enabled=False; optimizers: 0)"
+
+
+def test_apexs_banner_is_printed_at_verbosity_2(session, capsys):
+    session.initialize(mlp(), opt_level="O2", loss_scale="128.0", verbosity=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
     assert "loss_scale             : dynamic" in lines

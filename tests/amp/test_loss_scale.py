@@ -206,6 +206,21 @@ def test_what_it_refuses():
             call()
 
 
+def test_its_text_reads_no_accelerator():
+    here, there, fixed = LossScale(3.0, dynamic=True), LossScale(3.0, dynamic=True), LossScale(3.0, dynamic=False)
+    here.update(torch.tensor(1.0))
+    for scale in (there, fixed):
+        scale.tensors(torch.device("meta"))
+    assert [str(scale) for scale in (here, there, fixed)] == ["1.5", "on meta", "3"]
+
+
+def test_the_repr_of_a_grad_scaler():
+    scaler = GradScaler("cpu", growth_interval=3)
+    scaler.scale(torch.ones(1))
+    assert repr(scaler) == "GradScaler('cpu', scale 65536, growth_interval=3)"
+    assert repr(GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
+
+
 def test_its_state_has_what_is_left_of_the_hysteresis():
     first, second = (LossScale(scale, dynamic=True, hysteresis=2) for scale in (1024.0, 4.0))
     first.update(torch.tensor(1.0))

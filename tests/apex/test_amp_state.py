@@ -47,6 +47,20 @@ def test_disabled_leaves_no_scales():
     assert not hasattr(_amp_state, "loss_scalers")
 
 
+def test_initialize_prints_apexs_banner_where_apexs_names_are(capsys):
+    amp.initialize(Probe(), opt_level="O3")
+    assert capsys.readouterr().out.startswith("Selected optimization level O3:  Pure FP16 training.\nDefaults for this")
+    code = """
+from ampctx_apex import install_apex, uninstall_apex
+install_apex()
+import torch
+from apex import amp
+uninstall_apex()
+amp.initialize(torch.nn.Linear(2, 2), opt_level="O3")
+"""
+    assert output("-c", code) == "ampctx: O3: float16 model, no masters, loss scale 1\n"
+
+
 def test_verbosity_both_ways(capsys):
     amp.initialize(Probe(), verbosity=0)
     assert _amp_state.verbosity == 0

@@ -73,6 +73,7 @@ def test_digits_trains_and_skips_overflows(short_run):
     assert 1 <= skipped <= 16
     assert scale == 2.0 ** (24 - skipped)
     assert float(re.search(r", in fp32 ([\d.]+)% ", done.stdout)[1]) >= 97.0
+    assert "ampctx: O1: float16 autocast, dynamic loss scale 16777216\n" in done.stdout
 
 
 def test_digits_draws_loss_scale_and_skips(short_run):
