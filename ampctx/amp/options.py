@@ -6,12 +6,40 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 from ampctx._errors import AmpTypeError, AmpValueError
+
+OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+class Options(TypedDict, total=False):
+    """The options of ``initialize``, for type checkers. Levels may come from a command line: any str."""
+
+    enabled: bool
+    opt_level: OptLevel | str
+    cast_model_type: torch.dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | Literal["True", "False"] | None
+    master_weights: bool | Literal["True", "False", "split"] | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    patch_torch_functions_type: torch.dtype | None
+    max_consecutive_skips: int | None
+    process_group: Any
+    keep_fp32: Any
+    ops_fp32: Any
+    history: int
+    skip_nonfinite: bool
+    init_scale: float | None
+    growth_interval: int | None
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Unpack
 
 from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs, without_grad
@@ -30,7 +31,7 @@ from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
 from ampctx.amp.methods import weak_method
-from ampctx.amp.options import OVERRIDES, PrecisionPolicy, banner, resolve, summary
+from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
@@ -49,6 +50,9 @@ from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
 from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
+
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt")  # an optimizer, or what wraps one
 
 
 @dataclass(eq=False)
@@ -135,12 +139,27 @@ class AmpSession:
 
     # --- initialize and reset ----------------------------------------------------------------------------------------
 
+    @overload
+    def initialize(self, models: M, optimizers: None = None, **options: Unpack[Options]) -> M: ...
+    @overload
+    def initialize(self, models: list[M], optimizers: None = None, **options: Unpack[Options]) -> list[M]: ...
+    @overload
+    def initialize(self, models: M, optimizers: list[Opt], **options: Unpack[Options]) -> tuple[M, list[Opt]]: ...
+    @overload
+    def initialize(self, models: M, optimizers: Opt, **options: Unpack[Options]) -> tuple[M, Opt]: ...
+    @overload
+    def initialize(
+        self, models: list[M], optimizers: list[Opt], **options: Unpack[Options]
+    ) -> tuple[list[M], list[Opt]]: ...
+    @overload
+    def initialize(self, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
+
     def initialize(
         self,
-        models: nn.Module | list[nn.Module],
+        models: Any,
         optimizers: Any = None,
         enabled: bool = True,
-        opt_level: str = "O1",
+        opt_level: OptLevel | str = "O1",
         cast_model_type: torch.dtype | bool | None = None,
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,

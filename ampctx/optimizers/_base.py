@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -78,18 +78,18 @@ class CommonOptions(TypedDict, total=False):
     """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
 
     maximize: bool
-    write_back: str
+    write_back: Literal["nearest", "stochastic", "kahan"]
     seed: int
     state_dtype: Any
     min_8bit_size: int
-    offload: str | None
+    offload: Literal["cpu"] | None
     skip_nonfinite: bool
     skip_norm_above: float | None
     process_group: Any
 
 
 class SharedOptions(CommonOptions, total=False):
-    master_weights: bool | str
+    master_weights: bool | Literal["split"]
     capturable: bool
 
 
@@ -153,6 +153,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
     _defaults: ClassVar[tuple[str, ...]]
     _refused: ClassVar[tuple[str, ...]] = ()
+    found_inf: Tensor  # a caller sets it, and grad_scale, for a step
+    grad_scale: Tensor | None
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
     _call_elements: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -55,7 +55,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
         capturable: bool = False,
-        master_weights: bool | str = False,
+        master_weights: bool | Literal["split"] = False,
         **shared: Unpack[CommonOptions],
     ) -> None:
         for name in shared.keys() & _FORMER_OPTIONS.keys():

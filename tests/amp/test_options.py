@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.amp.options import BRIEFS, OPT_LEVELS, PrecisionPolicy, banner, resolve
+from ampctx.amp.options import BRIEFS, OPT_LEVELS, Options, PrecisionPolicy, banner, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -232,7 +232,7 @@ def test_the_docs_have_the_arguments_of_initialize():
     _, _, *rows = rows_of("Arguments")
     of_the_level = {row[0] for row in rows_of("Defaults of the levels")}
     parameters = list(inspect.signature(amp.initialize).parameters.values())[2:]  # without models and optimizers
-    assert {row[0] for row in rows} == {p.name for p in parameters}
+    assert {row[0] for row in rows} == {p.name for p in parameters} == Options.__annotations__.keys()
     documented = {name: None if default == "level" else eval(default) for name, default, _ in rows}
     assert documented == {p.name: p.default for p in parameters}
     assert of_the_level >= {name for name, default, _ in rows if default == "level"}
