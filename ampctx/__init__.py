@@ -59,3 +59,7 @@ __all__ = [
     "ops",
     "optimizers",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

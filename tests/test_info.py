@@ -1,3 +1,4 @@
+import inspect
 import json
 import subprocess
 import sys
@@ -96,6 +97,17 @@ def test_public_names_exist_and_are_listed():
         names = {name for name, value in vars(module).items() if not name.startswith("_")}
         assert names >= set(module.__all__)
         assert {name for name in names if not isinstance(getattr(module, name), ModuleType)} == set(module.__all__)
+
+
+@pytest.mark.parametrize("module", [ampctx, ampctx.amp, ampctx.optimizers, ampctx.distributed])
+def test_completion_offers_the_public_names(module):
+    assert dir(module) == sorted([*module.__all__, *(["__version__"] if module is ampctx else [])])
+
+
+def test_a_session_has_every_function_of_amp():
+    functions = [name for name in ampctx.amp.__all__ if inspect.isroutine(getattr(ampctx.amp, name))]
+    assert len(functions) > 20
+    assert [name for name in functions if not hasattr(ampctx.AmpSession, name)] == []
 
 
 def test_the_report_fits_80_columns_and_a_reader_may_leave():

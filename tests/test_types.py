@@ -35,7 +35,13 @@ warn_return_any = True
 warn_unused_ignores = True
 """
 # The types of torch allow less than its docs do, and a name of a later line has no type yet.
-NOT_OURS = ('to "init_process_group"', '"FSDPModule"', '"AsyncSaveResponse" of', '"Tensor | None" is not', 'of "factor"')
+NOT_OURS = (
+    'to "init_process_group"',
+    '"FSDPModule"',
+    '"AsyncSaveResponse" of',
+    '"Tensor | None" is not',
+    'of "factor"',
+)
 
 
 def test_programs_pass_mypy(tmp_path):

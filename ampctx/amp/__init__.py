@@ -4,7 +4,7 @@
 """
 
 from ampctx.amp import hints
-from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
+from ampctx.amp.explain import CastCount, Explanation, OpCount
 from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
@@ -39,7 +39,8 @@ register_promote_function = _default_session.register_promote_function
 reset = _default_session.reset
 get_state_dict = _default_session.get_state_dict
 set_state_dict = _default_session.set_state_dict
-Stateful = _default_session.stateful
+Stateful = _default_session.Stateful
+explain = _default_session.explain
 
 __all__ = [
     "OPT_LEVELS",
@@ -81,3 +82,7 @@ __all__ = [
     "skipped_steps",
     "state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -127,7 +127,7 @@ def set_state_dict(
 
 
 class Stateful:
-    """What ``AmpSession.stateful`` returns: torch.distributed.checkpoint's protocol of that name."""
+    """What ``AmpSession.Stateful`` returns: torch.distributed.checkpoint's protocol of that name."""
 
     def __init__(self, session: Any, model: nn.Module, optimizers: Any, options: Mapping[str, Any]) -> None:
         self._session, self._of, self._options = session, (model, optimizers), dict(options)
@@ -147,7 +147,7 @@ def stateful(session: Any, model: nn.Module, optimizers: Any, **options: Any) ->
     ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. It reads into copies, so that one
     that fails changes nothing; they take the memory of the state once more. Its ``state_dict()`` and
     ``load_state_dict(state)`` are ``get_state_dict`` and ``set_state_dict`` of these; but for ``dcp.save`` the first
-    returns copies. ``amp.Stateful`` is this method of the default session.
+    returns copies.
 
     Args:
         model, optimizers: as in ``get_state_dict``.

@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import export, fully_sharded, misuse, named_state, ranks, setup, state
+from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
@@ -744,7 +744,8 @@ class AmpSession:
     check_ranks = ranks.check_ranks
     state_dict, load_state_dict = state.state_dict, state.load_state_dict
     get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
-    stateful = named_state.stateful
+    Stateful = named_state.stateful
+    explain = staticmethod(explain.explain)
 
     # --- casts -------------------------------------------------------------------------------------------------------
 

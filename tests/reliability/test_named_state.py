@@ -270,7 +270,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path, fault):
     """torch.distributed.checkpoint reads into the tensors that it is given, and then anything may be wrong."""
 
     def part(run):
-        return {"app": run.session.stateful(run.model, run.optimizer)}
+        return {"app": run.session.Stateful(run.model, run.optimizer)}
 
     dcp.save(part(Run().steps(0, 3)), checkpoint_id=tmp_path)
     run = Run(seed=1, opt_level="O2" if fault == "another level" else "O5").steps(0, 2)

@@ -86,7 +86,7 @@ class Run:
 
     def load(self, path, partial=False, **options):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
-        stateful = self.session.stateful(self.model, self.optimizer, **options)
+        stateful = self.session.Stateful(self.model, self.optimizer, **options)
         dcp.load({"app": stateful}, checkpoint_id=path, planner=planner)
         return self
 
@@ -122,7 +122,7 @@ def save(directory, layouts):
     for layout in layouts:
         run = Run(layout).steps(0, SAVED_AT)
         path = directory / f"{layout}-{RANKS}"
-        dcp.save({"app": run.session.stateful(run.model, run.optimizer)}, checkpoint_id=path)
+        dcp.save({"app": run.session.Stateful(run.model, run.optimizer)}, checkpoint_id=path)
         saved = run.digests()
         end = run.steps(SAVED_AT, STEPS).digests()
         assert end != saved
