@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             report["test"] = _test(arguments.device)
         except (RuntimeError, AssertionError) as error:
-            info_parser.error(f"--test: {str(error).splitlines()[0]}")
+            info_parser.error("--test: " + str(error).partition("\n")[0])
     if getattr(arguments, "json", False):
         _print(json.dumps(report, indent=2))
     else:

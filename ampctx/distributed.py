@@ -16,10 +16,6 @@ from ampctx.amp.fully_sharded import fully_shard, mixed_precision_policy
 __all__ = ["average_hook", "fully_shard", "lossy", "mixed_precision_policy"]
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
 def average_hook(predivide: float | None = None, dtype: torch.dtype | None = None) -> Callable[[Any, Any], Any]:
     """Makes a DistributedDataParallel hook that averages gradients with a chosen division and dtype. No host sync.
 

@@ -86,6 +86,11 @@ class Block:
             binding.abandon(depth, self.ending)
 
 
+def _no_such_loss(call: str, loss_id: int, scales: list[LossScale]) -> AmpIndexError:
+    given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
+    return AmpIndexError(f"{call}: {given}. Pass the number of losses there.")
+
+
 class AmpSession:
     """Mixed-precision training with apex.amp's API. Several sessions can exist side by side.
 
@@ -459,15 +464,9 @@ class AmpSession:
     def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
         bindings = self._bindings_of(optimizers)
         scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
-        scale = self._scale_of(scales, loss_id, "scale_loss")
-        return Block(bindings, loss_id, scale, loss.device, delay, delay_check)
-
-    @staticmethod
-    def _scale_of(scales: list[LossScale], loss_id: int, call: str) -> LossScale:
         if not -len(scales) <= loss_id < len(scales):
-            given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
-            raise AmpIndexError(f"{call}: {given}. Pass the number of losses there.")
-        return scales[loss_id]
+            raise _no_such_loss("scale_loss", loss_id, scales)
+        return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
 
     def _shared_scales(self, bindings: list[OptimizerBinding]) -> list[LossScale]:
         # An optimizer keeps those of its own initialize.
@@ -663,22 +662,19 @@ class AmpSession:
     def loss_scale(self, optimizer: Any = None, loss_id: int = 0) -> float:
         """Returns the scale that the next block uses. Host sync if it is on an accelerator and moves.
 
-        With DTensors it is that of the latest block before the last ``optimizer.step()``. ``outcome`` and ``history``
-        have the scales of steps. 1.0 with ``enabled=False``.
-
-        Args:
-            optimizer: needed if several calls of ``initialize`` gave optimizers scales of their own.
-            loss_id: as for ``scale_loss``.
-
-        Raises:
-            AmpError, AmpIndexError: before ``initialize``; an optimizer that did not go through it; no such loss.
+        ``outcome`` and ``history`` have the scales of steps. ``optimizer``: needed after several calls of
+        ``initialize``, each of which has scales of its own. With DTensors call it after the step. 1.0 with
+        ``enabled=False``. AmpError before ``initialize``, or for an optimizer that did not go through it; AmpIndexError
+        for a loss id that ``num_losses`` does not cover.
         """
         if self.policy is None:
             raise AmpError("amp.loss_scale was called before amp.initialize. Call amp.initialize first.")
         if not self.policy.enabled:
             return 1.0
         scales = self.loss_scales if optimizer is None else self._watched(optimizer, "loss_scale").loss_scales
-        return self._scale_of(scales, check_loss_id(loss_id), "amp.loss_scale").value()
+        if not -len(scales) <= check_loss_id(loss_id) < len(scales):
+            raise _no_such_loss("amp.loss_scale", loss_id, scales)
+        return scales[loss_id].value()
 
     def history(self, optimizer: Any = None, last: int | None = None) -> History:
         """Returns the latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.

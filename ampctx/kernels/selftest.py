@@ -16,9 +16,6 @@ from ampctx.kernels.spec import SPECS, OpSpec
 
 _SIZES = 1, 7, 64, 2049, 20_011
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-_NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.1}
-_NUMBERS |= {"max_grad_norm": 0.25, "trust_coefficient": 0.02, "growth_factor": 2.0, "backoff_factor": 0.5, "slot": 1}
-_NUMBERS |= {"growth_interval": 2, "hysteresis": 1, "min_scale": 0.0, "max_scale": 2.0**16, "max_norm": 0.25}
 # Sums in another order differ in the last bits, which decide between neighbours in 16 bits.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -88,6 +85,8 @@ def _arguments(spec: OpSpec | None, kinds: dict[str, str], i: int, device: torch
             value = float(i % 3 == 2) if name in ("found_inf", "flag") else 0.5
             dtype = torch.int32 if name.endswith("_tracker") else torch.float32
             return torch.full((6,) if name == "counts" else (), value, dtype=dtype, device=device)
-        return given.get(name, _NUMBERS.get(name, (i + place) % 2 == 0))
+        if kind == "float":
+            return {"growth_factor": 2.0, "max_norm": (-1.0, 0.5)[i % 2]}.get(name, 0.5)
+        return 1 if kind == "int" else (i + place) % 2 == 0
 
     return {name: given.get(name, made(place, name, kind)) for place, (name, kind) in enumerate(kinds.items())}

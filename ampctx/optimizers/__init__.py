@@ -28,7 +28,3 @@ __all__ = [
     "SplitMasters",
     "unpack_state",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -74,6 +74,9 @@ def _profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+MasterWeights = bool | Literal["split"]
+
+
 class CommonOptions(TypedDict, total=False):
     """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
 
@@ -89,7 +92,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class SharedOptions(CommonOptions, total=False):
-    master_weights: bool | Literal["split"]
+    master_weights: MasterWeights
     capturable: bool
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.optimizers._base import CommonOptions, FusedOptimizer
+from ampctx.optimizers._base import CommonOptions, FusedOptimizer, MasterWeights
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag
 from ampctx.weights.step import Given
@@ -55,7 +55,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
         capturable: bool = False,
-        master_weights: bool | Literal["split"] = False,
+        master_weights: MasterWeights = False,
         **shared: Unpack[CommonOptions],
     ) -> None:
         for name in shared.keys() & _FORMER_OPTIONS.keys():

@@ -28,16 +28,7 @@ from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import (
-    DEFAULT_LENGTH,
-    NO_STEP_YET,
-    Flags,
-    History,
-    Known,
-    StepHistory,
-    StepOutcome,
-    params_of,
-)
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome, params_of
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
@@ -422,7 +413,7 @@ class GradScaler(torch.amp.GradScaler):
         step counts as stepped. Reading an attribute may be a host sync.
         """
         steps = self._steps.get(optimizer)
-        return NO_STEP_YET if steps is None else steps.outcome
+        return step_record.NO_STEP_YET if steps is None else steps.outcome
 
     def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
         """Returns the latest steps as plain lists: scales, skips and gradient norms. All loss ids are 0. One host sync.
