@@ -414,7 +414,7 @@ FAULTS = [
     # --- the scale, and what is saved -------------------------------------------------------------------------------
     Fault(
         "min_loss_scale is not handed on", "ampctx",
-        "dynamic=True, min_scale=low, max_scale=high)", "dynamic=True, max_scale=high)", f"{AMP}loss_scale.py",
+        "interval, min_scale=low, max_scale=high)", "interval, max_scale=high)", f"{AMP}loss_scale.py",
     ),
     Fault(
         "a static scale counts overflows as clean", "ampctx",

@@ -161,7 +161,7 @@ class AmpSession:
 
     def initialize(
         self,
-        models: Any,
+        models: nn.Module | list[Any],
         optimizers: Any = None,
         enabled: bool = True,
         opt_level: OptLevel | str = "O1",

@@ -90,12 +90,6 @@ def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[f
     return low, high
 
 
-def check_within(init_scale: Any, low: float, high: float, kind: str = "scale") -> float:
-    if not low <= (number := check_scale("init_scale", init_scale)) <= high:
-        raise AmpValueError(f"init_scale is {number}, outside min_{kind}={low} and max_{kind}={high}")
-    return number
-
-
 class LossScale:
     """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
@@ -133,8 +127,10 @@ class LossScale:
         self.init_hysteresis_tracker = self.hysteresis = check_count("hysteresis", hysteresis, 1)
         # The value of a static scale is always init_scale.
         self.init_scale, self.init_growth_tracker = check_scale("init_scale", init_scale), 0
-        if dynamic:
-            check_within(self.init_scale, self.min_scale, self.max_scale)
+        low, high = self.min_scale, self.max_scale
+        if dynamic and not low <= self.init_scale <= high:
+            names = "min_scale and max_scale (of amp: min_loss_scale and max_loss_scale)"
+            raise AmpValueError(f"init_scale is {self.init_scale}, outside of {low} to {high}, the bounds by {names}")
 
     @classmethod
     def from_option(
@@ -147,10 +143,9 @@ class LossScale:
         value. "dynamic" starts at 2**16, or at the nearest bound. None: no bound."""
         if loss_scale == DYNAMIC:
             low, high = check_bounds(0.0 if low is None else low, math.inf if high is None else high, "loss_scale")
-            at = max(low, min(high, DYNAMIC_INIT_SCALE))
-            at = at if start is None else check_within(start, low, high, "loss_scale")
-            rule = {} if interval is None else {"growth_interval": interval}
-            return cls(at, dynamic=True, min_scale=low, max_scale=high, **rule)
+            start = max(low, min(high, DYNAMIC_INIT_SCALE)) if start is None else start
+            interval = 2000 if interval is None else interval
+            return cls(start, dynamic=True, growth_interval=interval, min_scale=low, max_scale=high)
         for name, value in (("init_scale", start), ("growth_interval", interval)):
             if value is not None:
                 raise AmpValueError(
