@@ -37,6 +37,11 @@ def only_new_objects():
     gc.unfreeze()
 
 
+def pytest_configure(config):
+    """Many tests train wrongly on purpose. Those of the warnings take ``said``."""
+    config.addinivalue_line("filterwarnings", "ignore::ampctx.AmpWarning")
+
+
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all cases of all tests: `make test-all`")
 

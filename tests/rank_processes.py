@@ -79,7 +79,7 @@ def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> Non
     import ampctx
 
     warnings.simplefilter("error")
-    warnings.simplefilter("ignore", ampctx.AmpWarning)  # as in pyproject.toml
+    warnings.simplefilter("ignore", ampctx.AmpWarning)  # as in conftest.py
 
 
 # --- bodies of tests --------------------------------------------------------------------------------------------------
