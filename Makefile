@@ -63,10 +63,11 @@ test-hard: sanitize
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
 	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
 
-lint: $(VENV)/lint.done
+lint: $(VENV)/lint.done $(VENV)/test.done
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m pytest -q --full tests/test_types.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(VENV)/lint.done

@@ -236,7 +236,7 @@ FAULTS = [
     ),
     Fault(
         "ranks skip where all of them overflow", "ampctx",
-        "return ((joined[0] > 0) | differ)", "return ((joined[0] == joined[1]) | differ)",
+        "flag = joined[0] > 0", "flag = joined[0] == joined[1]",
         f"{ROWS}ranks_skip_together.py",
     ),
     Fault(

@@ -40,11 +40,10 @@ def test_a_missing_extension_is_explained(capsys, monkeypatch):
     assert "the file is not there: build it" in out
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
-def test_info_tests_the_ops_of_a_device(device, capsys):
-    assert main(["info", "--test", "--device", device]) == 0
+def test_info_tests_the_ops_of_a_device(capsys):
+    assert main(["info", "--test", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith(f"test       on {device}, "))
+    begin = next(i for i, line in enumerate(lines) if line.startswith("test       on cpu, "))
     kinds = ["scale", "axpby", "l2norm", "loss scale", "adam", "sgd", "adagrad", "lion", "muon", "lamb", "novograd"]
     assert lines[begin + 1 :] == [f"{kind:11}same" for kind in [*kinds, "larc"]]
 
@@ -65,11 +64,9 @@ def _add_a_bit(tensors):
 def test_an_op_that_differs_from_plain_torch_is_named(op, fault, said, monkeypatch, capsys):
     former = selftest.FALLBACKS[op]
     monkeypatch.setitem(selftest.FALLBACKS, op, lambda *args: (former(*args), fault(*args))[0])
-    assert main(["info", "--test", "--device", "cpu"]) == 1
-    assert [line[: len(said)] for line in capsys.readouterr().out.splitlines() if line.startswith(said[:10])] == [said]
     assert main(["info", "--test", "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["test"]["differences"]
-    assert [kind for kind, problem in found.items() if problem] == [said[:10].strip()]
+    assert [f"{kind:11}{problem}"[: len(said)] for kind, problem in found.items() if problem] == [said]
 
 
 @pytest.mark.parametrize(

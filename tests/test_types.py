@@ -20,6 +20,7 @@ scripts_are_modules = True
 
 [mypy-ampctx.*]
 implicit_reexport = False
+follow_imports = silent
 
 [mypy-public_types]
 check_untyped_defs = True
@@ -44,6 +45,7 @@ NOT_OURS = (
 )
 
 
+@pytest.mark.full  # `make lint` runs it
 def test_programs_pass_mypy(tmp_path):
     pytest.importorskip("mypy")
     for name, page in PAGES.items():

@@ -288,6 +288,7 @@ def test_the_command_of_a_report_runs_again(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == command
 
 
+@pytest.mark.full
 def test_resume_compares_a_killed_run_with_the_whole_one(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     side = "ampctx FusedAdam bf16 split 8bit"

@@ -93,6 +93,7 @@ def test_each_part_is_in_the_report_at_once(check, capsys):
     assert "    why" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_part_out_of_time_ends_with_all_that_it_started(check, tmp_path):
     code = f"""
         import subprocess, sys, time
@@ -180,6 +181,7 @@ def test_tests_after_a_lost_context_run_again(cases):
     assert cases(lost)["failing"] == ["tests/test_x.py::test_loses"]
 
 
+@pytest.mark.full
 def test_a_test_out_of_time_is_named(check, cases, monkeypatch):
     code = (
         "import pytest, time\n\n@pytest.mark.cuda\ndef test_a(): pass\n@pytest.mark.cuda\ndef test_b(): time.sleep(99)"

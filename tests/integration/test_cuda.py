@@ -8,6 +8,7 @@ from test_opt_levels import data, losses_of, make_model
 from torch import nn
 
 from ampctx import clip_grad_norm_
+from ampctx.__main__ import main
 
 pytestmark = pytest.mark.cuda
 on_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -45,3 +46,8 @@ def test_an_overflow_changes_nothing(session, level):
     assert session.skipped_steps(optimizer) == 1
     assert scale_of(session) == 32768.0
     assert_same([*model.parameters(), *session.master_params(optimizer)], before)
+
+
+def test_info_compares_the_ops_with_plain_torch(capsys):
+    assert main(["info", "--test"]) == 0
+    assert "test       on cuda:" in capsys.readouterr().out
