@@ -99,16 +99,21 @@ def without_unknown(cxx: str, flags: Iterable[str]) -> list[str]:
     return [flag for flag in flags if flag not in lacking]
 
 
+AGAIN = ", and install ampctx again, with --force-reinstall"
+
+
 def why_no_compiler(cxx: str) -> str:
     """Why this compiler cannot build the kernels, or ""."""
     if not shutil.which(cxx):
-        return f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX"
+        return f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX{AGAIN}"
     flags = [*CXX_FLAGS, *itertools.chain(*SIMD.values())]
     if lacking := [flag for flag in flags if flag not in DROPPABLE and not accepts(cxx, flag)]:
         version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
-        return f"{version or cxx} found, g++ 11 or newer needed (for {', '.join(lacking)}): install it, or set CXX"
+        return (
+            f"{version or cxx} found, g++ 11 or newer needed (for {', '.join(lacking)}): install it, or set CXX{AGAIN}"
+        )
     if not accepts(cxx, f"-I{sysconfig.get_path('include')}", source="#include <Python.h>\n#include <string>\n"):
-        return f"{cxx} finds no headers of Python or C++. Install them (apt install g++ python3-dev)"
+        return f"{cxx} finds no headers of Python or C++. Install them (apt install g++ python3-dev){AGAIN}"
     return ""
 
 

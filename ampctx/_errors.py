@@ -72,10 +72,11 @@ class ExtensionError(AmpError, ImportError):
 
 
 class AmpWarning(UserWarning):
-    """A likely mistake in the program. amp warns of each kind once a run, on rank 0, and not at ``verbosity=0``.
+    """A likely mistake in the program. amp warns of those in a loop once a run, on rank 0, and not at ``verbosity=0``.
 
     ``warnings.simplefilter("error", ampctx.AmpWarning)`` makes it an error, as does ``-W error::ampctx.AmpWarning`` of
-    pytest. Python's own ``-W`` imports no categories of packages. Skipped steps are no mistakes: they go to the log.
+    pytest: then end the run on every rank, as others wait for the one that raised. Python's own ``-W`` imports no
+    categories of packages. Skipped steps are no mistakes: they go to the log.
     """
 
 

@@ -13,10 +13,10 @@ def why_no_torch() -> str:
         import torch
         from packaging.version import Version
     except ModuleNotFoundError as error:
-        name = str(error.name).partition(".")[0]
-        if name not in ("torch", "packaging"):
+        if error.name not in ("torch", "packaging", "packaging.version"):
             raise
-        needed = f"PyTorch {SUPPORTED}" if name == "torch" else "packaging"
+        name = "torch" if error.name == "torch" else "packaging"
+        needed = f"PyTorch {SUPPORTED}" if name == "torch" else name
         return f"ampctx needs {needed}, and none is installed. Run: pip install {name}"
     if Version(torch.__version__).release < _OLDEST:
         return (

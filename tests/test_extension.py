@@ -98,7 +98,7 @@ def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("record", "told"), [("", "build it with 'pip"), ("no compiler", "out: no compiler. Then install")]
+    ("record", "told"), [("", "build it with 'pip"), ("no compiler", "left the kernels out: no compiler")]
 )
 def test_the_import_without_a_library(tmp_path, record, told):
     """In a process of its own: one warning, and every op still works. The reason of the build is told."""
@@ -293,7 +293,10 @@ def test_flags_for_speed_are_left_out_for_a_compiler_without_them(tmp_path, caps
     assert setup.why_no_compiler(compiler) == ""
 
 
-OLD = "g++ (old) 9.4.0 found, g++ 11 or newer needed (for -ffp-contract=off): install it, or set CXX"
+OLD = (
+    "g++ (old) 9.4.0 found, g++ 11 or newer needed (for -ffp-contract=off): install it, or set CXX, and install ampctx "
+    "again, with --force-reinstall"
+)
 WRONG_BUILDS = {
     "no-compiler": (
         {"CXX": "no-such-g++", "AMPCTX_KERNELS": "1"},
@@ -316,7 +319,11 @@ def test_a_build_that_cannot_work_says_why(tmp_path, environment, message):
     ("environment", "why"),
     [
         ({"AMPCTX_KERNELS": "0"}, "AMPCTX_KERNELS=0"),
-        ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer, or set CXX"),
+        (
+            {"CXX": "no-such-g++"},
+            "no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer, or set CXX, "
+            "and install ampctx again, with --force-reinstall",
+        ),
         ({"CXX": "./old-g++"}, OLD),
     ],
     ids=["switched-off", "no-compiler", "old-compiler"],

@@ -142,6 +142,13 @@ def test_a_command_without_torch_says_in_one_line_what_to_install(command):
     assert result.stderr == NEEDS + "none is installed. Run: pip install torch\n"
 
 
+def test_a_broken_torch_is_not_called_missing():
+    code = "import sys; sys.modules['torch._C'] = None; import ampctx"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "none is installed" not in result.stderr
+    assert "torch._C" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("statement", ["from ampctx import amp", "import ampctx; ampctx.GradScaler"])
 def test_the_library_without_torch_says_what_to_install(statement):
     result = without_torch(statement)

@@ -28,7 +28,7 @@ class RunFacts(NamedTuple):
     optimizers: list[Any]
     names: ParameterNames
     moves: list[bool]
-    say: Callable[[Any, str], None]
+    say: Callable[..., None]
 
 
 class BlockFacts(NamedTuple):
@@ -84,12 +84,12 @@ class SkipLog:
         self.verbosity, self._deferred, self._events = 1, deferred, events
         self._explained_skips, self.said = False, set[Any]()
 
-    def say(self, kind: Any, message: str) -> None:
-        """Warns, if it is the first message of its kind in a run."""
+    def say(self, kind: Any, message: str, tell: Callable[[str], object] = warn) -> None:
+        """Warns, or tells otherwise, if it is the first message of its kind in a run."""
         if kind not in self.said:
             self.said.add(kind)
             if self.verbosity > 0 and is_rank_zero():
-                warn(message)
+                tell(message)
 
     def report(
         self, before: int, skipped: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits, steps: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from ampctx._errors import listed
-from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts
+from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts, logger
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
@@ -157,8 +157,10 @@ class Hints:
 
     def _look_at_averages(self) -> None:
         """At copies of a 16-bit model that torch averages. It looks at every live object."""
-        found = [o for o in gc.get_objects() if issubclass(type(o), AveragedModel)]
-        if any(p.dtype in LOW_PRECISION for average in found for p in average.parameters()):
+        shapes = [[p.shape for p in model.values()] for model in self.names.by_model()]
+        averages = [list(o.parameters()) for o in gc.get_objects() if issubclass(type(o), AveragedModel)]
+        ours = [params for params in averages if [p.shape for p in params] in shapes]
+        if any(p.dtype in LOW_PRECISION for params in ours for p in params):
             self.say(
                 "averages",
                 "amp: an AveragedModel was made of a 16-bit model. An average in 16 bits loses small changes. Make it "
@@ -209,6 +211,7 @@ class Hints:
                 f"ampctx: the loss scale fell to {scale}, after {skipped} skips in {steps} steps. Below 1 it turns "
                 "small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches with "
                 "amp.outcome(optimizer).culprits. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
+                logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
             )
 
     def dropped(self, optimizer: Any, names: list[str]) -> None:

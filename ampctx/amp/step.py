@@ -365,7 +365,8 @@ class OptimizerBinding:
             if called_by_grad_scaler():
                 self.refuse_grad_scaler()
             of_models = [p for params in self._names_of.by_model() for p in params.values()]
-            if self._was_of_models and not self._is_among(of_models) and any(map(is_sharded, of_models)):
+            is_other = self._was_of_models and self.params() and not self._is_among(of_models)
+            if is_other and any(map(is_sharded, of_models)):
                 raise AmpError(
                     f"{type(self.optimizer).__name__}.step(): the model was sharded after amp.initialize, which gave "
                     "it new parameters, and this optimizer steps the former ones. Shard the model first, then make "

@@ -39,6 +39,8 @@ class AmpAccelerator(Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         optimizers = [one for one in args if isinstance(one, Optimizer)]
         models = [one for one in args if isinstance(one, nn.Module)]
+        if optimizers and not models:
+            raise AmpValueError("AmpAccelerator.prepare: pass models and optimizers together, so that amp casts both")
         if optimizers:
             if self.device_placement:  # before amp makes masters of the weights
                 for model in models:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import amp
+from ampctx import AmpError, AmpValueError, amp
 
 
 class AmpPrecision(Precision):
@@ -23,10 +24,12 @@ class AmpPrecision(Precision):
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
         self.opt_level, self.options = opt_level, options
+        self._initialized: tuple[nn.Module, torch.device] | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         amp.initialize(plain, optimizers, opt_level=self.opt_level, **self.options)
+        self._initialized = plain, next((p.device for p in plain.parameters()), torch.device("cpu"))
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +56,12 @@ class AmpPrecision(Precision):
         amp.load_state_dict(state_dict)
 
     def teardown(self) -> None:
+        if self._initialized is None:
+            return
+        (model, device), self._initialized = self._initialized, None
+        model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
         amp.reset()
+        model.cpu()
 
 
 class AmpFabric(Fabric):
@@ -78,8 +86,14 @@ class AmpFabric(Fabric):
         self._amp_optimizers[found[0]] = optimizers
         return found
 
+    def setup_optimizers(self, *optimizers: Any) -> Any:
+        """Refused: amp initializes an optimizer along with its model."""
+        raise AmpError("AmpFabric.setup_optimizers: pass the optimizers to fabric.setup, together with their model")
+
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """As of ``Fabric``. ``model``: where several were set up, the one whose optimizers this backward is for."""
+        if model is not None and model not in self._amp_optimizers:
+            raise AmpValueError("AmpFabric.backward: model is none that fabric.setup has returned with optimizers")
         chosen = self._amp_optimizers.values() if model is None else [self._amp_optimizers[model]]
         with amp.scale_loss(tensor, sum(chosen, ()), delay_unscale=self._amp_delay) as scaled_loss:
             super().backward(scaled_loss, *args, model=model, **kwargs)
@@ -96,4 +110,6 @@ class AmpFabric(Fabric):
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``Fabric``, without an error by default: amp skips the step on inf and nan."""
-        return super().clip_gradients(*args, **{"error_if_nonfinite": False, **kwargs})
+        if len(args) < 6:  # error_if_nonfinite is the last
+            kwargs.setdefault("error_if_nonfinite", False)
+        return super().clip_gradients(*args, **kwargs)

@@ -41,8 +41,8 @@ class AmpTrainer(Trainer):
         # The Trainer has no methods of its own for these two.
         accelerator.backward, accelerator.clip_grad_norm_ = scaled_backward, clip
 
-    def create_optimizer(self) -> Any:
-        given = optimizer = super().create_optimizer()
+    def create_optimizer(self, *args: Any) -> Any:  # transformers 5 may pass a model
+        given = optimizer = super().create_optimizer(*args)
         while isinstance(optimizer, AcceleratedOptimizer):  # of an earlier run
             optimizer = optimizer.optimizer
         amp.reset()  # auto_find_batch_size begins again

@@ -142,7 +142,7 @@ def _hint(path: Path) -> str:
             )
     record = path.with_name("_why_no_ops.txt")  # setup.py writes it
     if record.exists():
-        return f"the build left the kernels out: {record.read_text()}. Then install again, with --force-reinstall"
+        return f"the build left the kernels out: {record.read_text()}"
     return BUILD_HINT
 
 

@@ -308,13 +308,6 @@ class GradScaler(torch.amp.GradScaler):
                 losses = state.pop("overflowed", None)
             elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
-            if not state["found_inf_per_device"] and not steps.told:
-                steps.told = True
-                warn(
-                    f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient. The "
-                    "loss does not reach them, or zero_grad() ran after backward(). See "
-                    "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
-                )
             state["stage"] = OptState.STEPPED
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params_of(optimizer))))
             if losses is not None:
@@ -322,6 +315,13 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 later = partial(step_record.culprits_later, weakref.ref(optimizer))
                 steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
+        if not state["found_inf_per_device"] and not steps.told:
+            steps.told = True
+            warn(
+                f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient. The loss "
+                "does not reach them, or zero_grad() ran after backward(). See "
+                "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+            )
         return result
 
     def _record(self, optimizer: Any) -> Any:

@@ -207,7 +207,7 @@ class LossScale:
 
     def sent(self, found_inf: Tensor) -> Tensor:
         """What ranks sum up to agree on a flag: fp64 ``[4]`` on its device. No host sync. Besides it the number of
-        ranks, the scale and its square, whose sums show whether a scale differs."""
+        ranks, the scale and its square, whose sums show whether a scale differs by more than some 1e-6."""
         flag, scale = found_inf.detach().reshape(()), move(self.tensors(found_inf.device)[0], found_inf.device).double()
         return torch.stack((flag != 0, torch.ones_like(flag), scale, scale * scale))
 

@@ -19,7 +19,7 @@ from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 import ampctx
-from ampctx import AmpValueError, amp
+from ampctx import AmpError, AmpValueError, amp
 from ampctx.frameworks.accelerate import AmpAccelerator
 from ampctx.frameworks.lightning import AmpFabric, AmpPrecision
 from ampctx.frameworks.timm import AmpScaler, AutocastScaler
@@ -278,7 +278,21 @@ def test_each_model_of_a_fabric_has_its_own_backward():
         assert_trained(one, after)
 
 
+def test_what_fabric_cannot_scale_is_refused():
+    fabric, [(_, optimizer)] = prepared_fabric("O2")
+    with pytest.raises(AmpError, match="pass the optimizers to fabric.setup"):
+        fabric.setup_optimizers(optimizer)
+    with pytest.raises(AmpValueError, match="none that fabric.setup has returned"):
+        fabric.backward(torch.ones((), requires_grad=True), model=mlp())
+
+
 # --- accelerate -------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_its_model_is_refused():
+    accelerator = AmpAccelerator(cpu=True, opt_level="O2", amp_options=QUIET)
+    with pytest.raises(AmpValueError, match="pass models and optimizers together"):
+        accelerator.prepare(sgd(mlp()))
 
 
 def prepared_accelerator(level, accumulate=1, **options):
