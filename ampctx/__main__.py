@@ -156,9 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := why_no_torch():
         print(problem, file=sys.stderr)
         return 1
-    report = info()
     if getattr(arguments, "device", None) and not arguments.test:
         info_parser.error("--device goes with --test")
+    report = info()
     if getattr(arguments, "test", False):
         try:
             report["test"] = _test(arguments.device)

@@ -23,6 +23,7 @@ from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels import tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
+from ampctx.kernels.plan import marks
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import param_name, with_grads
 from ampctx.optimizers._work import Scaling, unscale
@@ -46,7 +47,7 @@ class Offload:
     def __init__(self) -> None:
         self._twins: dict[Tensor, _Twin] = {}
         # Version and address of each parameter when its twin had its value.
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[Tensor, bytes] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._host: Any = None
 
@@ -92,9 +93,9 @@ class Offload:
 
     def _read(self, p: Tensor, lane: Lane) -> None:
         """Copies a weight down if the program has changed it."""
-        if self._seen.get(p) != _mark(p):
+        if self._seen.get(p) != marks([p]):
             lane.copy(self._twins[p].weight, p.detach())
-            self._seen[p] = _mark(p)
+            self._seen[p] = marks([p])
 
     def masters_follow_model(self, optimizer: Any) -> None:
         """Reads all weights, and resyncs what the state keeps of them."""
@@ -195,7 +196,7 @@ class Offload:
             for lane in lanes.values():
                 lane.be_followed()
             tensor_loops.bump_versions(stepped)
-            self._seen.update({p: _mark(p) for p in stepped})
+            self._seen.update({p: marks([p]) for p in stepped})
 
     def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
@@ -219,11 +220,6 @@ class Offload:
 
 def _grad_dtype(p: Tensor) -> torch.dtype:
     return p.grad_dtype or (p.dtype if p.grad is None else p.grad.dtype)
-
-
-def _mark(p: Tensor) -> tuple[int, int]:
-    """Changes where the weight is written, or its memory replaced."""
-    return p._version, 0 if tensor_loops.is_fake(p) else p.data_ptr()
 
 
 def _of(optimizer: Any) -> str:

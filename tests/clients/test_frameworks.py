@@ -12,11 +12,12 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
+from test_transformers import bert
 from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.utils.data import DataLoader
 from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 import ampctx
 from ampctx import AmpError, AmpValueError, amp
@@ -383,21 +384,6 @@ def test_accelerate_with_our_scaler(make, told):
 
 
 # --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
-
-
-def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
 
 
 def sentences(count=24):
