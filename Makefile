@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 WORKERS ?= auto
 ARGS   ?=
+ABI    ?= 2.11.0=python3.10 2.15.0=python3.13
 PEERS  := torch-optimi==0.3.3 bitsandbytes==0.50.2 torchao==0.18.0
 
 PY      := $(VENV)/bin/python
@@ -103,14 +104,17 @@ bench: $(VENV)/examples.done $(VENV)/peers.done
 machine-code: $(CUDA_TOOLS)
 	$(PY) benchmarks/machine_code.py $(ARGS)
 
-# The wheel, then the build in this tree, under the oldest and newest torch that both promise to run on. Downloads the
-# two (several GB).
+# The wheel, then the build in this tree, under the oldest and newest torch that both promise to run on, each with a
+# Python of its own: ABI="2.11.0=python3.10". Downloads the two (several GB).
 abi-check: wheel $(VENV)/test.done
-	for version in 2.11.0 2.15.0; do \
-	  $(PYTHON) -m venv .abi/$$version && \
-	  .abi/$$version/bin/python -m pip install --quiet torch==$$version "$$(ls dist/ampctx-*.whl)[test]" && \
-	  .abi/$$version/bin/python .ci/wheel.py dist && \
-	  OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest -n $(WORKERS) --dist loadfile --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
+	for pair in $(ABI); do \
+	  python=$$PWD/.abi/$$pair/bin/python; \
+	  $${pair#*=} -m venv .abi/$$pair && \
+	  $$python -m pip install --quiet --disable-pip-version-check 'pip>=25.1' && \
+	  $$python -m pip install --quiet --disable-pip-version-check torch==$${pair%=*} dist/ampctx-*.whl && \
+	  $$python -m pip install --quiet --disable-pip-version-check --group test && \
+	  $$python .ci/wheel.py dist && \
+	  OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. $$python -m pytest -n $(WORKERS) --dist loadfile --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
 # For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes;
@@ -127,7 +131,7 @@ $(VENV)/torch.done: .ci/bootstrap.py
 
 # --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
-	$(PIP) 'setuptools>=77' wheel
+	$(PIP) 'pip>=25.1' 'setuptools>=77' wheel
 	$(PY) setup.py --quiet build_ext --inplace
 	$(PIP) --no-build-isolation --editable . --editable ./ampctx-apex
 	@touch $@
@@ -142,5 +146,5 @@ $(VENV)/peers.done: $(VENV)/built.done
 	@touch $@
 
 $(VENV)/%.done: $(VENV)/built.done
-	$(PIP) --no-build-isolation --editable '.[$*]'
+	$(PIP) --group $*
 	@touch $@

@@ -2,7 +2,7 @@
 
     .venv/bin/python .ci/clients.py DIRECTORY
 
-DIRECTORY/packages gets the extra test-clients of pyproject.toml. pip installs no dependencies: the list is complete,
+DIRECTORY/packages gets the group clients of pyproject.toml. pip installs no dependencies: the list is complete,
 and torchvision would pull a torch with CUDA. DIRECTORY/sources gets source archives: pytorch-ignite's, whose own tests
 run too, and fairseq's, of which one file is tested.
 """
@@ -11,23 +11,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from importlib.metadata import requires
+from importlib.metadata import distributions
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-EXTRA = "test-clients"
-AS_SOURCES = {"pytorch-ignite": "", "fairseq": "==0.12.2"}
-
-
-def listed() -> list[str]:
-    """The requirements of the extra, such as timm==1.0.31."""
-    found = [Requirement(line) for line in requires("ampctx") or []]
-    return [
-        f"{r.name}{r.specifier}"
-        for r in found
-        if r.marker and r.marker.evaluate({"extra": EXTRA}) and r.name != "ampctx"
-    ]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def pip(*arguments: str) -> None:
@@ -41,11 +28,11 @@ def main() -> None:
         sys.exit(__doc__)
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
-    requirements = listed()
-    pip("install", "--no-deps", "--target", str(target / "packages"), *requirements)
-    for name, version in AS_SOURCES.items():
-        source = next((r for r in requirements if r.startswith(name)), name + version)
-        pip("download", "--no-deps", "--no-binary", name, "--dest", str(target / "sources"), source)
+    packages = target / "packages"
+    pip("install", "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:clients", "--target", str(packages))
+    (ignite,) = distributions(name="pytorch-ignite", path=[str(packages)])
+    for name, version in (("pytorch-ignite", ignite.version), ("fairseq", "0.12.2")):
+        pip("download", "--no-deps", "--no-binary", name, "--dest", str(target / "sources"), f"{name}=={version}")
     for archive in (target / "sources").glob("*.tar.gz"):
         with tarfile.open(archive) as opened:
             opened.extractall(target / "sources", filter="data")

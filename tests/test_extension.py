@@ -346,7 +346,8 @@ def test_the_source_archive_has_what_the_build_needs(tmp_path):
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file() and p.suffix != ".pyc"}
-    assert names >= {"setup.py", "pyproject.toml", "CHANGELOG.md", "ampctx/kernels/spec.py", *sources}
+    assert names >= {"setup.py", "pyproject.toml", "CHANGELOG.md", "docs/index.md", "ampctx/kernels/spec.py", *sources}
+    assert not any(name.startswith("tests") for name in names)
 
 
 def torch_in(folder, cuda):

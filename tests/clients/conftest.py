@@ -1,4 +1,4 @@
-"""Runs programs of other people, unchanged, with apex's names served by us. They come with the extra test-clients.
+"""Runs programs of other people, unchanged, with apex's names served by us. pyproject.toml lists them (clients).
 
 Left out of a plain run of pytest (``norecursedirs``): ``make test-clients`` installs the programs and runs these.
 """
@@ -49,7 +49,7 @@ collect_ignore = [file for file, name in CLIENTS.items() if name in missing]
 
 
 def pytest_report_header():
-    return f"not installed, so left out (extra test-clients): {', '.join(missing)}" if missing else None
+    return f"not installed, so left out (make clients): {', '.join(missing)}" if missing else None
 
 
 def pytest_configure(config):
