@@ -5,6 +5,7 @@
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
 masters beside the model's bf16 weights; O5-split, ``initialize(master_weights="split")``, keeps the 16 bits they lack;
 O5-split-bf16 and O5-split-8bit keep the optimizer's state in that ``state_dtype``, too.
+"step" is the part of the time that follows backward.
 All sides start from the same weights and see the same batch, and their losses must stay together.
 
 Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
@@ -50,6 +51,10 @@ ITERATIONS_FOR_MEMORY = 3
 LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
+# Makes a mark of the clock at the end of backward.
+Mark = Callable[[], Any]
+
+
 class Workload:
     """A model's starting weights and its batch, on a device."""
 
@@ -93,10 +98,11 @@ class AmpctxLoop:
             if self.state:
                 self.session.load_state_dict(self.state)
 
-    def iterate(self) -> Tensor:
+    def iterate(self, mark: Mark = int) -> Tensor:
         loss = self.work.loss(self.model)
         with self.session.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
+            self.after_backward = mark()
         if self.clip:
             clip_grad_norm_(self.session.master_params(self.optimizer), MAX_NORM)
         self.optimizer.step()
@@ -122,10 +128,11 @@ class TorchLoop:
     def start(self) -> None:
         pass
 
-    def iterate(self) -> Tensor:
+    def iterate(self, mark: Mark = int) -> Tensor:
         with self.autocast():
             loss = self.work.loss(self.model)
         self.scaler.scale(loss).backward()
+        self.after_backward = mark()
         if self.clip:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -213,11 +220,11 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, Make]) ->
         losses[who].append(sides[who].iterate().item())  # in the state that a loop is in
         clock.settle()
         start = clock.mark()
-        loss = sides[who].iterate()
+        loss = sides[who].iterate(clock.mark)
         end = clock.mark()
         losses[who].append(loss.item())
         sides[who].stop()
-        return {"time": clock.between(start, end)}
+        return {"time": clock.between(start, end), "step": clock.between(sides[who].after_backward, end)}
 
     samples = interleave(sides, iterate, args.rounds, Bandwidth(0, work.device, clock))
     for side in sides.values():
@@ -226,7 +233,7 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, Make]) ->
     found: Figures = {"model/all/elements": [sum(p.numel() for p in work.model().parameters())]}
     for who in sides:
         case = "ampctx" if who in LEVELS else "torch"
-        found[f"{case}/{who}/time"] = samples[who]["time"]
+        found |= {f"{case}/{who}/{quantity}": of for quantity, of in samples[who].items()}
         found |= {f"{case}/{who}/{quantity}": [of] for quantity, of in megabytes[who].items()}
     for level in args.opt_level:
         check_losses(losses[level], losses[f"fp32 with {first}"], LEVELS[level])

@@ -127,7 +127,8 @@ GROUPS = {
     "casts of plain lists": r"ops-cpu-[^/]*/cast .*/torch.*/ratio",
     "small GPT, 16 bits, against autocast": r"loop-cpu-[^/]*/(O[1245]|O5-split)/autocast.* torch-fused/ratio",
     "small GPT, O0, against fp32": r"loop-cpu-[^/]*/O0/fp32 with torch-fused/ratio",
-    "small GPT, 16 bits, against fp32": r"loop-cpu-[^/]*/(O[1245]|O5-split)/fp32 with torch-fused/ratio",
+    "small GPT, bf16, against fp32": r"loop-cpu-[^/]*/(O[45]|O5-split)/fp32 with torch-fused/ratio",
+    "small GPT, fp16, against fp32": r"loop-cpu-[^/]*/O[12]/fp32 with torch-fused/ratio",
     "small GPT, smaller state, against autocast": r"loop-cpu-[^/]*/O5-split-.*/autocast.* torch-fused/ratio",
     "small GPT, 8-bit state, against others'": r"loop-cpu-[^/]*/O5-split-8bit/autocast.*-8bit/ratio",
 }
@@ -158,6 +159,29 @@ def gains(found: Rows) -> Iterator[str]:
             yield f"- **{word}:** {'; '.join(groups)}."
 
 
+MODELS = {
+    "ResNet-50": "resnet50-{}-FusedAdam",
+    "EfficientNet-B7": "efficientnet-b7-{}-FusedAdam",
+    "GPT-2 small": "gpt2-small-{}-FusedAdam",
+    "a LoRA of 1,100 tensors": "lora-{}-FusedAdam",
+    "161 DTensors of one of 8 ranks": "tiny161-{}-FusedAdam-8",
+    "1,000 DTensors of one of 8 ranks": "tiny1000-{}-FusedAdam-8",
+}
+
+
+def models(found: Rows) -> Iterator[str]:
+    """The step after backward of the models that people train, with a clip."""
+
+    def cells(name: str) -> Iterator[str]:
+        for level in ("O1", "O2"):
+            report = f"tail-cpu-{name.format(level)}-clip/tail"
+            times = [matching(found, f"{report}/{who}/time") for who in ("ampctx", "torch-fused")]
+            yield from (f"{next(iter(of.values())):.3g}" if of else "" for of in times)
+
+    head = ("ms on a CPU", "ampctx, O1", "torch, O1", "ampctx, O2", "torch, O2")
+    yield from table(head, ((model, *cells(name)) for model, name in MODELS.items()))
+
+
 def levels(found: Rows) -> Iterator[str]:
     """A row for each level, then one for each loop of torch that a level stands beside."""
     (elements,) = matching(found, "loop-cpu-.*/model/all/elements").values()
@@ -165,18 +189,19 @@ def levels(found: Rows) -> Iterator[str]:
     fp32 = next(of for side, of in ((s, matching(found, re.escape(s) + "/time")) for s in sides) if "/fp32 " in side)
 
     def row(side: str) -> tuple[str, ...]:
-        time, peak, held = (
+        time, step, peak, held = (
             matching(found, f"{re.escape(side)}/{quantity}").popitem()[1]
-            for quantity in ("time", "peak memory", "held memory")
+            for quantity in ("time", "step", "peak memory", "held memory")
         )
         slower = time / next(iter(fp32.values()))
         if "/ampctx/" in side:  # of pairs, run one after the other
             level = side.replace("/ampctx/", "/")
             slower = 1 / matching(found, f"{re.escape(level)}/fp32 with torch-fused/ratio").popitem()[1]
-        figures = (f"{time:.0f}", f"{slower:.1f}", f"{peak:.1f}", f"{held:.1f}", f"{held * 1e6 / elements:.1f}")
-        return side.rpartition("/")[2], *figures
+        shown = (f"{time:.0f}", f"{step / time:.0%}", f"{slower:.1f}", f"{peak:.1f}", f"{held:.1f}")
+        return side.rpartition("/")[2], *shown, f"{held * 1e6 / elements:.1f}"
 
-    head = ("loop", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps", "bytes per parameter")
+    head = ("loop", "ms per iteration", "of it after backward", "times fp32 torch", "peak MB", "MB between steps")
+    head = (*head, "bytes per parameter")
     wanted = [side for side in sides if "/ampctx/" in side or "torch-fused" in side or "bf16" in side]
     yield from table(head, map(row, sorted(wanted, key=lambda side: "/torch/" in side)))
 
@@ -224,7 +249,8 @@ def machines(found: Rows) -> Iterator[str]:
 
 
 PARTS: dict[str, Callable[[Rows], Iterator[str]]] = {
-    "goals": goals, "gains": gains, "levels": levels, "states": states, "gpu": gpu, "machines": machines,
+    "goals": goals, "gains": gains, "models": models, "levels": levels, "states": states, "gpu": gpu,
+    "machines": machines,
 }  # fmt: skip
 
 

@@ -23,11 +23,12 @@ from pathlib import Path
 import host
 import loop
 import ops
+import start
 import tail
 from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
 from peers import OPTIMIZERS, packages
 
-SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop}
+SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
@@ -91,6 +92,7 @@ def entries(device: str) -> Iterator[Entry]:
         yield Entry("host", ("--device", device, "--opt-level", level), level == "O1")
     if device == "cpu":
         yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"), goal=True)
+        yield Entry("start", ())
     model = "gpt-small" if device == "cpu" else "resnet50"
     yield Entry("loop", ("--device", device, "--model", model, "--against", ",".join(("torch-fused", *peers(device)))))
 

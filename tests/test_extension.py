@@ -257,7 +257,8 @@ def build(folder, *command, **environment):
     compiler_without(folder, "-ffp-contract=off")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    for name in ("csrc", "docs"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / "ampctx/kernels").mkdir(parents=True)
     shutil.copy(ROOT / "ampctx/kernels/spec.py", folder / "ampctx/kernels")
     for name in ("__init__.py", "_version.py"):

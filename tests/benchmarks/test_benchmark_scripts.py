@@ -16,6 +16,7 @@ import ops
 import peers
 import pytest
 import resume
+import start
 import suite
 import tail
 import torch
@@ -187,10 +188,16 @@ def test_loop_gives_time_and_memory_of_each_level(tmp_path):
         assert least <= found[f"ampctx/{level}/held memory"] * 1e6 <= least + small + 500, level
     for side in (*(f"ampctx/{level}" for level in loop.LEVELS), *(f"torch/{who}" for who in others)):
         assert found[f"{side}/peak memory"] > found[f"{side}/held memory"]
+        assert 0 < found[f"{side}/step"] < found[f"{side}/time"]
     fp32 = found["torch/fp32 with torch-fused/held memory"]
     assert fp32 * 1e6 == pytest.approx(found["ampctx/O0/held memory"] * 1e6, abs=500)
     for level, against in (("O1", others[1]), ("O5", others[2]), ("O0", others[0]), ("O2", others[0])):
         assert f"{level}/{against}/ratio" in found
+
+
+@pytest.mark.full
+def test_start_times_an_import_and_a_build(tmp_path):
+    assert sides(run(start, tmp_path, "--rounds", 2), "import") == ["ampctx"]
 
 
 def test_memory_counts_what_is_allocated_and_freed():
