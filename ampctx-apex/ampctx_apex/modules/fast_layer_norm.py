@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fused_layer_norm_cuda
 import torch
-from ampctx_apex import kernels_norms
 from torch import Tensor
 
 
@@ -17,7 +17,7 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tens
     Returns:
         The output, of the type of ``gamma``; mean and 1 / deviation of each row, fp32 (fp64 for fp64 ``x``).
     """
-    return kernels_norms.forward_affine_mixed_dtypes(x, gamma.shape, gamma, beta, epsilon)
+    return fused_layer_norm_cuda.forward_affine_mixed_dtypes(x, gamma.shape, gamma, beta, epsilon)
 
 
 def ln_bwd(
@@ -40,5 +40,7 @@ def ln_bwd(
     bias = torch.zeros_like(gamma) if beta is None else beta
     # A weight of 0 is to give no inf.
     eps = torch.finfo(torch.float32).tiny
-    grads = kernels_norms.backward_affine(dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, eps, memory_efficient)
+    grads = fused_layer_norm_cuda.backward_affine(
+        dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, eps, memory_efficient
+    )
     return *grads, None, None
