@@ -45,7 +45,7 @@ def test_a_served_name_is_there_and_a_program_uses_it(name):
     if (module := sys.modules.get(name.rpartition(".")[0])) is not None and not isinstance(found, types.ModuleType):
         assert name.rpartition(".")[2] in module.__all__  # a star brings it, too
     # So that code which is moved to the target means what it meant.
-    if entry.target is not None:
+    if entry.target:
         assert found is resolved(entry.target)
         assert not isinstance(found, types.ModuleType)
 

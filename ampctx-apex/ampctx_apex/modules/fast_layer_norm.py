@@ -8,15 +8,7 @@ from torch import Tensor
 
 
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``fused_layer_norm_cuda.forward_affine_mixed_dtypes`` over the last dimension.
-
-    Args:
-        x: [*, hidden], fp32, fp16, bf16 or fp64.
-        gamma, beta: [hidden], the weight and the bias, of any floating type.
-
-    Returns:
-        The output, of the type of ``gamma``; mean and 1 / deviation of each row, fp32 (fp64 for fp64 ``x``).
-    """
+    """``fused_layer_norm_cuda.forward_affine_mixed_dtypes`` over the last dimension."""
     return fused_layer_norm_cuda.forward_affine_mixed_dtypes(x, gamma.shape, gamma, beta, epsilon)
 
 
@@ -29,13 +21,9 @@ def ln_bwd(
     beta: Tensor | None = None,
     memory_efficient: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``x``, ``gamma`` and ``beta``, then apex's two workspaces, which are None here.
+    """``fused_layer_norm_cuda.backward_affine``, then apex's two workspaces, which are None here.
 
-    Args:
-        dz: the gradient of the output.
-        x_or_z: the input; with ``memory_efficient`` the output.
-        mu, rsigma: what ``ln_fwd`` returned. ``mu`` may be None with ``memory_efficient``.
-        beta: needed with ``memory_efficient`` only.
+    ``beta`` is needed with ``memory_efficient`` only.
     """
     bias = torch.zeros_like(gamma) if beta is None else beta
     # A weight of 0 is to give no inf.

@@ -37,17 +37,3 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     found = "cuDNN is not available" if version is None else f"this is {version}"
     warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or later, and {found}", stacklevel=2)
     return False
-
-
-__all__ = [
-    "DeprecatedFeatureWarning",
-    "amp",
-    "check_cudnn_version_and_warn",
-    "deprecated_warning",
-    "fp16_utils",
-    "normalization",
-    "optimizers",
-]
-
-if torch.distributed.is_available():
-    __all__ += ["parallel"]
