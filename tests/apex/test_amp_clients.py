@@ -201,6 +201,7 @@ def trace_of(scale_loss, level, make, kind, overflows, scale):
     return trace
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "delay"])
 @both
 @pytest.mark.parametrize("scale", ["dynamic", 128.0, 1.0])

@@ -165,6 +165,7 @@ def masters_after(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm
     return weights
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("name", TRAININGS)
 @trained_at
 @on_ranks(2)
