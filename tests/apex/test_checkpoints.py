@@ -291,15 +291,7 @@ def test_a_state_of_fp16_optimizer_that_does_not_fit_changes_nothing(level, cont
     assert_same(everything(model, optimizer), before)
 
 
-# --- loss scales, files -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
-def test_scales_go_to_a_grad_scaler_and_back(scaler_class):
-    scaler = scaler_class("cpu")
-    scaler.load_state_dict(to_grad_scaler_state(SCALES))
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (1024.0, 7)
-    assert to_amp_state(scaler.state_dict()) == SCALES
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 class Custom:
@@ -340,20 +332,12 @@ def test_the_counter_of_dynamic_scalers_of_2018(flags, clean, as_object):
         ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
         ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
         ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
+        ({"optimizer_state_dict": {}}, None),
     ],
-    ids=["amps-scaler", "static-object", "static-numbers"],
+    ids=["amps-scaler", "static-object", "static-numbers", "no-scale"],
 )
 def test_the_other_scalers_of_fp16_optimizer(state, entry):
-    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
-
-
-def test_a_state_without_a_scale_has_no_entry():
-    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
-
-
-def test_a_dynamic_scaler_without_its_counts_is_an_error():
-    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
-        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})
+    assert fp16_optimizer_entry(state) == (entry and dict(zip(("loss_scale", "unskipped"), entry, strict=True)))
 
 
 # --- between apex's format and a GradScaler's -------------------------------------------------------------------------
@@ -364,9 +348,10 @@ def test_scales_are_converted(session):
     session.load_state_dict(to_amp_state(TORCH, num_losses=2))
     assert session.state_dict() == {f"loss_scaler{i}": APEX["loss_scaler0"] for i in range(2)}
     assert to_grad_scaler_state(session.state_dict(), loss_id=1) == TORCH
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
-    assert scaler.state_dict().items() >= {**TORCH, "scale": 4.0, "_growth_tracker": 3}.items()
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
+        assert scaler.state_dict().items() >= {**TORCH, "scale": 4.0, "_growth_tracker": 3}.items()
+        assert to_amp_state(scaler.state_dict()) == {"loss_scaler0": TWO["loss_scaler1"]}
 
 
 @pytest.mark.parametrize(
@@ -380,8 +365,9 @@ def test_scales_are_converted(session):
         (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
         (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
         (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
+        (lambda: fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 9}), AmpKeyError, 'no "last_overflow_iter"'),
     ],
-    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses", "no-counts"],
 )
 def test_what_cannot_be_converted(convert, kind, message):
     with pytest.raises(kind, match=message):
