@@ -43,12 +43,17 @@ def test_init_casts_until_deactivate(dtype):
     assert _amp_state.handle is handle  # apex never takes it away
 
 
-def test_init_leaves_the_rest_alone():
-    amp.init()
+def test_init_leaves_the_rest_alone_and_reset_switches_it_off():
+    handle = amp.init()
     assert not hasattr(_amp_state, "opt_properties")
     assert not hasattr(_amp_state, "loss_scalers")
     amp.initialize(Probe(), opt_level="O2", verbosity=0)
     assert _amp_state.opt_properties.opt_level == "O2"
+    ampctx.amp.reset()
+    assert (dtype_of_mm(), handle.is_active()) == (torch.float32, False)
+    assert not hasattr(_amp_state, "handle")
+    handle._deactivate()
+    assert dtype_of_mm() == torch.float32
 
 
 def test_registered_functions_are_installed():
@@ -75,15 +80,6 @@ def test_two_handles(inner_first):
     assert dtype_of_mm() == (torch.float16 if inner_first else torch.bfloat16)
     assert _amp_state.handle.is_active()
     second._deactivate()
-    assert dtype_of_mm() == torch.float32
-
-
-def test_reset_switches_init_off():
-    handle = amp.init()
-    ampctx.amp.reset()
-    assert (dtype_of_mm(), handle.is_active()) == (torch.float32, False)
-    assert not hasattr(_amp_state, "handle")
-    handle._deactivate()
     assert dtype_of_mm() == torch.float32
 
 
