@@ -89,8 +89,7 @@ def test_disabled():
     handle._clear_cache()
     handle._is_active = True
     handle._deactivate()
-    assert not handle.is_active()
-    assert dtype_of_mm() == torch.float32
+    assert (handle.is_active(), dtype_of_mm()) == (False, torch.float32)
 
 
 # --- a handle's attributes --------------------------------------------------------------------------------------------

@@ -6,17 +6,16 @@ from pathlib import Path
 import accelerate
 import lightning.pytorch as pl
 import pytest
-import timm
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
-from test_transformers import bert
+from test_timm import distance_from_fp32, images, train_as_timm, train_plainly, vision_model
+from test_transformers import bert, sentences
 from timm.optim import create_optimizer_v2
-from torch import nn
 from torch.utils.data import DataLoader
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 import ampctx
@@ -28,7 +27,6 @@ from ampctx.frameworks.transformers import AmpTrainer
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
-LR = 0.1
 # What changes the loop, and how the loop of training.py says it.
 OPTIONS = {"plain": {}, "clipping": {"max_norm": 0.05}, "accumulation": {"accumulate": 3}}
 QUIET = {"verbosity": 0}
@@ -41,10 +39,6 @@ def run_program(name, **given):
     names = {"__name__": name, **given}
     exec(compile(found[0], f"{PAGE.name}: {name}", "exec"), names)
     return names
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 
 
 def expected(level, data, **options):
@@ -82,7 +76,7 @@ WRAPPERS = {
 
 @on_levels
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=LR)], ids=["SGD", "FusedAdam"])
+@pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=0.1)], ids=["SGD", "FusedAdam"])
 def test_amp_takes_the_wrapper_for_the_optimizer(level, wrap, make):
     model = mlp()
     optimizer = make(model)
@@ -360,7 +354,7 @@ def test_accelerates_own_mixed_precision_is_refused():
         AmpAccelerator(cpu=True, mixed_precision="bf16")
 
 
-@pytest.mark.parametrize(("make", "told"), [(sgd, True), (lambda m: FusedAdam(m.parameters(), lr=LR), False)])
+@pytest.mark.parametrize(("make", "told"), [(sgd, True), (lambda m: FusedAdam(m.parameters(), lr=0.1), False)])
 def test_accelerate_with_our_scaler(make, told):
     """The CPU has no fp16 autocast in accelerate, but its scaler can be set as well."""
     accelerator = Accelerator(cpu=True)
@@ -384,11 +378,6 @@ def test_accelerate_with_our_scaler(make, told):
 
 
 # --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
-
-
-def sentences(count=24):
-    words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": (row[0] >= 25).long()} for row in words]
 
 
 class Notes(TrainerCallback):
@@ -540,70 +529,23 @@ def test_the_trainers_own_mixed_precision_is_refused(tmp_path):
 # --- timm -------------------------------------------------------------------------------------------------------------
 
 
-def vision_model():
-    torch.manual_seed(0)
-    return timm.create_model("test_vit", num_classes=3, img_size=32)
-
-
-def images(count, overflow_at=None):
-    generator = torch.Generator().manual_seed(0)
-    found = [
-        (torch.randn(8, 3, 32, 32, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(count)
-    ]
-    if overflow_at is not None:
-        found[overflow_at][0][0] = torch.inf
-    return found
-
-
-def run_timm(model, optimizer, scaler, data, accumulate=1):
-    for i, (x, y) in enumerate(data, 1):
-        loss = nn.functional.cross_entropy(model(x).float(), y) / accumulate
-        need_update = i % accumulate == 0
-        scaler(loss, optimizer, clip_grad=0.5, parameters=model.parameters(), need_update=need_update)
-        if need_update:
-            optimizer.zero_grad()
-    return weights(model)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_levels
 def test_timm_with_the_levels(level, accumulate):
-    model = vision_model()
-    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, weight_decay=0.01)
-    start = weights(model)
-    plain = vision_model()
-    after = run_timm(
-        plain, create_optimizer_v2(plain, opt="sgd", lr=0.01, weight_decay=0.01), Unscaled(), images(4), accumulate
-    )
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0)
     scaler = AmpScaler()
-    run_timm(model, optimizer, scaler, images(4), accumulate)
+    distance = distance_from_fp32("test_vit", level, steps=4, clip_grad=0.5, accumulate=accumulate, scaler=scaler)
+    assert distance < 0.05
     assert scaler.state_dict()["loss_scaler0"]["unskipped"] == 4 / accumulate
-    amp.reset()  # the masters, and not what they round to
-    trained = weights(model)
-    way = torch.cat([(after[n] - start[n]).flatten() for n in after]).norm()
-    assert torch.cat([(trained[n] - after[n]).flatten() for n in after]).norm() / way < 0.05
-
-
-class Unscaled:
-    """timm's calls in fp32."""
-
-    def __call__(self, loss, optimizer, clip_grad, parameters, need_update):
-        loss.backward()
-        if need_update:
-            nn.utils.clip_grad_norm_(parameters, clip_grad)
-            optimizer.step()
 
 
 def test_timm_with_our_scaler():
     scaler = AutocastScaler("cpu")
-    model = vision_model()
+    model = vision_model("test_vit")
     optimizer = create_optimizer_v2(model, opt="adamw", lr=0.01)
-    run_timm(model, optimizer, scaler, images(1))
+    train_as_timm(model, optimizer, images(1), scaler, clip_grad=0.5)
     before = weights(model)
-    after = run_timm(model, optimizer, scaler, images(1, overflow_at=0))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    train_as_timm(model, optimizer, images(1, overflow_at=0), scaler, clip_grad=0.5)
+    assert_same_weights(model, before)
     assert scaler.state_dict()["scale"] == FIRST_SCALE / 2
 
 
@@ -619,11 +561,11 @@ NAMES_IN_TIMM = {
 @pytest.mark.parametrize(("name", "kind"), NAMES_IN_TIMM.items())
 def test_timms_factory_makes_our_optimizers(name, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # timm asks for a GPU
-    model = vision_model()
+    model = vision_model("test_vit")
     optimizer = create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
     assert isinstance(optimizer, kind)
     before = weights(model)
-    run_timm(model, optimizer, Unscaled(), images(1))
+    train_plainly(model, optimizer, images(1), clip_grad=0.5)
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if p.grad is not None)
 
 

@@ -99,14 +99,14 @@ def flat(tensors):
     return torch.cat([t.detach().float().flatten() for t in tensors])
 
 
-def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1):
+def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1, scaler=None):
     """How far mixed precision ends from fp32, as a fraction of the way that training goes."""
     plain = vision_model(name)
     plain_optimizer = optimizer_for(plain, opt)
     start = flat(amp.master_params(plain_optimizer))
     train_plainly(plain, plain_optimizer, images(steps), clip_grad, clip_mode, accumulate)
     model, optimizer = initialized(name, level, opt, loss_scale=1024.0)
-    train_as_timm(model, optimizer, images(steps), ApexScaler(), clip_grad, clip_mode, accumulate)
+    train_as_timm(model, optimizer, images(steps), scaler or ApexScaler(), clip_grad, clip_mode, accumulate)
     end = flat(amp.master_params(plain_optimizer))
     return ((flat(amp.master_params(optimizer)) - end).norm() / (end - start).norm()).item()
 
