@@ -1,4 +1,7 @@
-"""amp_C's norms and update_scale_hysteresis, with the cases of apex's own suites at smaller sizes."""
+"""amp_C's norms and update_scale_hysteresis, with the cases of apex's own suites at smaller sizes.
+
+Four of its functions are ampctx's (test_names.py): tests/test_multi_tensor_apply.py and tests/ops have what they do.
+"""
 
 import math
 
@@ -6,8 +9,6 @@ import amp_C
 import pytest
 import torch
 from kernel_cases import DEVICES, FLOATS, SIZES, assert_same, copies, flag, randn
-
-from ampctx import multi_tensor_apply
 
 PLACES = {"first": (0, 0), "last": (-1, -1), "middle": (5, 100)}
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -21,12 +22,6 @@ def device(request):
 @pytest.fixture(params=["int32", "float32"])
 def buf(request, device):
     return flag(dtype=getattr(torch, request.param), device=device)
-
-
-def test_four_functions_are_those_of_ampctx():
-    """tests/test_multi_tensor_apply.py and tests/ops have what they do."""
-    for name in ("multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_unscale_l2norm"):
-        assert getattr(amp_C, name) is getattr(multi_tensor_apply, name)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.full(but=24)
 @OPTION("wd_after_momentum", [False, True], ids=["wd-before", "wd-after"])
 @OPTION("first_run", [False, True], ids=["later", "first"])
 @OPTION(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)], ids=["plain", "momentum", "nesterov"])
@@ -138,6 +139,7 @@ def test_adagrad(device, mode, dtype, sizes):
     assert_step("multi_tensor_adagrad", lists, (LR, EPS, mode, 0.1), of_adagrad, flag(1, device=device))
 
 
+@pytest.mark.full(but=16)
 @OPTION("norm_type", [0, 2], ids=["inf", "l2"])
 @OPTION("moment_mode", [0, 1], ids=["reg-inside", "reg-outside"])
 @OPTION("grad_averaging", [0, 1], ids=["beta3-1", "averaging"])
@@ -224,6 +226,7 @@ def lamb_mp_args(c, norm, step, device="cpu"):
     return lr, *ADAM[1:], *options, c["mode"], *norm, c["nvlamb"], torch.ones(1, device=device), factor
 
 
+@pytest.mark.full(but=36)
 @each_norm
 @OPTION("sizes", ["odd", "empties"])
 @each_kind
@@ -272,6 +275,7 @@ MIXES = {
 }
 
 
+@pytest.mark.full(but=36)
 @each_norm
 @OPTION("mix", MIXES)
 @each_case

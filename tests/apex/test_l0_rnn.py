@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@pytest.mark.full(but=60)
 @pytest.mark.parametrize("kind", ["fp32", "16-bit"])
 @pytest.mark.parametrize(("make", "run"), CASES.values(), ids=CASES)
 def test_outputs_and_gradients(low, kind, make, run):

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
-from test_timm import distance_from_fp32, images, train_as_timm, train_plainly, vision_model
-from test_transformers import bert, sentences
+from test_timm import Plain, distance_from_fp32, images, train_as_timm, vision_model
+from test_transformers import ARGUMENTS, Notes, Recording, bert, sentences
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader
 from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 import ampctx
 from ampctx import AmpError, AmpValueError, amp
@@ -380,44 +380,15 @@ def test_accelerate_with_our_scaler(make, told):
 # --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
 
 
-class Notes(TrainerCallback):
-    def __init__(self):
-        self.scales, self.skipped = [], []
-
-    def on_step_end(self, args, state, control, optimizer, **kwargs):
-        self.scales.append(scale())
-        self.skipped.append(amp.outcome(optimizer.optimizer).skipped)
+class RecordingAmpTrainer(Recording, AmpTrainer):
+    pass
 
 
-class Recording(AmpTrainer):
-    """Notes what it trains on: the order is random."""
-
-    seen = ()
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        self.seen = (*self.seen, inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-def arguments_in(folder, **options):
-    given = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 0.1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(output_dir=str(folder), **{**given, **options})
-
-
-def trainer_of(folder, level, kind=Recording, optimizer_of=None, **options):
+def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_of=None, **options):
     model, notes, data = bert(), Notes(), sentences()
     trainer = kind(
         model,
-        arguments_in(folder, **options),
+        TrainingArguments(str(folder), **{**ARGUMENTS, **options}),
         train_dataset=data,
         eval_dataset=data,
         callbacks=[notes],
@@ -565,7 +536,7 @@ def test_timms_factory_makes_our_optimizers(name, kind, monkeypatch):
     optimizer = create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
     assert isinstance(optimizer, kind)
     before = weights(model)
-    train_plainly(model, optimizer, images(1), clip_grad=0.5)
+    train_as_timm(model, optimizer, images(1), Plain(), clip_grad=0.5)
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if p.grad is not None)
 
 

@@ -70,14 +70,18 @@ def sentences_to_repeat(count=24):
     return [{"input_ids": sentence["input_ids"], "labels": sentence["input_ids"]} for sentence in sentences(count)]
 
 
-class RecordingTrainer(Trainer):
-    """Notes what it trains on: the order is random."""
+class Recording:
+    """A trainer notes what it trains on: the order is random."""
 
     seen = ()
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.seen = (*self.seen, inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+
+class RecordingTrainer(Recording, Trainer):
+    pass
 
 
 class Notes(TrainerCallback):
@@ -89,23 +93,21 @@ class Notes(TrainerCallback):
         self.scales.append(scale())
 
 
+ARGUMENTS = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 0.1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
 def trainer_of(folder, level, model, data, **options):
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        fp16=True,
-        half_precision_backend="apex",
-        fp16_opt_level=level,
-        per_device_train_batch_size=8,
-        num_train_epochs=2,
-        learning_rate=1e-3,
-        max_grad_norm=0.1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
-    notes = Notes()
+    of_apex = {"fp16": True, "half_precision_backend": "apex", "fp16_opt_level": level}
+    arguments, notes = TrainingArguments(str(folder), **ARGUMENTS, **of_apex, **options), Notes()
     return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[notes]), notes
 
 
