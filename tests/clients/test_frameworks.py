@@ -142,39 +142,25 @@ def fit(model, data, plugin, path=None, **options):
         **{"max_epochs": 1, **options},
     )
     # Many workers are recommended otherwise, and a warning is an error here.
-    loader = DataLoader(data, batch_size=None)
-    trainer.fit(model, loader, ckpt_path=path)
-    return trainer
+    trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=path)
 
 
-IN_LIGHTNING = {
-    "plain": {},
-    "clipping": {"gradient_clip_val": 0.05},
-    "accumulation": {"accumulate_grad_batches": 3},
-}
+IN_LIGHTNING = {"plain": {}, "clipping": {"gradient_clip_val": 0.05}, "accumulation": {"accumulate_grad_batches": 3}}
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*GPU available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*weights_only:UserWarning")
 class TestLightning:
     @on_levels
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_fit_does_what_the_loop_does(self, level, options):
-        data = batches(12)
-        model = Module()
+    @pytest.mark.parametrize(("options", "manual"), [*((name, False) for name in OPTIONS), ("plain", True)])
+    def test_fit_does_what_the_loop_does(self, level, options, manual):
+        data, model = batches(12), Module(manual)
         fit(model, data, AmpPrecision(level, verbosity=0), **IN_LIGHTNING[options])
         after = expected(level, data, **OPTIONS[options])
         assert_trained(model.after, after, exact=options != "accumulation")
         # The masters themselves, in fp32.
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert amp.state_dict() == {}
-
-    @on_levels
-    def test_manual_optimization(self, level):
-        data = batches(6)
-        model = Module(manual=True)
-        fit(model, data, AmpPrecision(level, verbosity=0))
-        assert_trained(model.after, expected(level, data))
 
     @on_levels
     def test_an_overflow_skips_the_step_and_a_run_resumes(self, tmp_path, level):

@@ -9,14 +9,10 @@ __version__ = _Distribution().version
 
 
 from . import amp, fp16_utils, normalization, optimizers
+from .amp._amp_state import _rank
 
 if torch.distributed.is_available():
     from . import parallel
-
-
-def _rank() -> int:
-    dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class DeprecatedFeatureWarning(FutureWarning):

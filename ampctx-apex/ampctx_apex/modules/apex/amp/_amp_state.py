@@ -105,11 +105,14 @@ def warn_or_err(msg: str) -> None:
     raise AmpError(msg)
 
 
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
-    dist = torch.distributed
-    elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    if session.verbosity > 0 and not elsewhere:
+    if session.verbosity > 0 and not (rank0 and _rank()):
         print(msg)
 
 
