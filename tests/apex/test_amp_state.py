@@ -299,17 +299,12 @@ def test_the_state_shadows_its_module():
 # --- helpers of apex itself -------------------------------------------------------------------------------------------
 
 
-def test_deprecated_warning():
+def test_deprecated_warning_and_check_cudnn_version_and_warn(monkeypatch):
     import apex
 
     assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
     with pytest.warns(apex.DeprecatedFeatureWarning, match="^old$"):
         apex.deprecated_warning("old")
-
-
-def test_check_cudnn_version_and_warn(monkeypatch):
-    import apex
-
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8500)
     assert apex.check_cudnn_version_and_warn("--fast", 8500) is True

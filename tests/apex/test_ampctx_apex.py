@@ -306,15 +306,13 @@ def test_info_without_another_apex(environment, new_environment):
 
 @pytest.mark.full
 def test_both_wheels_in_a_new_environment(wheel, tmp_path):
-    names = ("ampctx", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in names:
-        source, copy = ROOT / name, tmp_path / "source" / name
-        copy.parent.mkdir(exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, copy, ignore=ignored)
-        else:
-            shutil.copy(source, copy)
+    names = {"ampctx", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
+
+    def left_out(folder, found):
+        made = [name for name in found if name.endswith(".so") or name == "__pycache__"]
+        return set(found) - names if Path(folder) == ROOT else made
+
+    shutil.copytree(ROOT, tmp_path / "source", ignore=left_out)
     environment = environments.Environment(tmp_path / "environment")
     # With dependencies: ampctx-apex needs the version of the other wheel.
     environment.pip("install", "--no-index", environments.wheel(tmp_path / "source", tmp_path / "wheels"), wheel)

@@ -45,15 +45,12 @@ def pair_of_linears(dtype=torch.float16):
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 
-def test_tofp16_casts_its_input():
-    assert tofp16()(torch.ones(2)).dtype == torch.float16
-    assert list(tofp16().parameters()) == []
-
-
 def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
     model = Model()
     network = network_to_half(model)
     assert isinstance(network[0], tofp16)
+    assert network[0](torch.ones(2)).dtype == torch.float16
+    assert list(network[0].parameters()) == []
     assert network[1] is model
     assert model.bn.weight.dtype == model.bn.running_mean.dtype == torch.float32
     assert model.conv.weight.dtype == model.plain_bn.running_mean.dtype == torch.float16
