@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
 from test_timm import Plain, distance_from_fp32, images, train_as_timm, vision_model
-from test_transformers import ARGUMENTS, Notes, Recording, bert, sentences
+from test_transformers import ARGUMENTS, Notes, Recording, bert, sentences, train_by_hand
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader
 from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
@@ -405,17 +405,9 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, options, kind):
     twin, _ = trainer_of(tmp_path, level, **options)
     # The schedule goes with the optimizer, and AmpTrainer initializes both.
     twin.create_optimizer_and_scheduler(num_training_steps=6)
-    model, optimizer = twin.model, twin.optimizer
-    model.train()
-    for inputs in trainer.seen:
-        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        ampctx.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-        optimizer.step()
-        twin.lr_scheduler.step()
-        model.zero_grad()
+    train_by_hand(twin.model, twin.optimizer, twin.lr_scheduler, trainer.seen, ampctx.clip_grad_norm_)
     amp.reset()
-    assert_same_weights(model, trained)
+    assert_same_weights(twin.model, trained)
 
 
 @on_levels

@@ -111,6 +111,17 @@ def trainer_of(folder, level, model, data, **options):
     return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[notes]), notes
 
 
+def train_by_hand(model, optimizer, scheduler, data, clip=torch.nn.utils.clip_grad_norm_):
+    model.train()
+    for inputs in data:
+        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        clip(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+
+
 def test_transformers_finds_apex():
     assert is_apex_available()
 
@@ -138,14 +149,7 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim)
     twin, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
     twin.create_optimizer_and_scheduler(num_training_steps=len(trainer.seen))
     model, optimizer = amp.initialize(twin.model, twin.optimizer, opt_level=level, verbosity=0)
-    model.train()
-    for inputs in trainer.seen:
-        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-        optimizer.step()
-        twin.lr_scheduler.step()
-        model.zero_grad()
+    train_by_hand(model, optimizer, twin.lr_scheduler, trainer.seen)
     assert_same_weights(model, trained)
 
 
