@@ -1,7 +1,10 @@
-"""Checks of tensors that apex's extension functions take. The messages name the function and the argument."""
+"""How apex's extension functions take their arguments. The messages of errors name the function and the argument."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,4 +28,26 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
-__all__ = ["autocast_dtype", "check_tensor", "without_autocast"]
+def positional(op: str, arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body(**arguments)`` as the function ``op`` without gradients, of arguments as in ``"lr mode=1"``."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parts = [part.partition("=") for part in arguments.split()]
+    signature = inspect.Signature(
+        [inspect.Parameter(n, kind, default=ast.literal_eval(value) if value else empty) for n, _, value in parts]
+    )
+
+    @torch.no_grad()
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{op}: {error}") from None
+        bound.apply_defaults()
+        return body(**bound.arguments)
+
+    vars(function)["__signature__"] = signature
+    function.__name__ = function.__qualname__ = op
+    return function
+
+
+__all__ = ["autocast_dtype", "check_tensor", "positional", "without_autocast"]

@@ -114,7 +114,7 @@ def paired(groups: list[list[Tensor]], saved: Sequence[Any], key: str) -> list[t
     return pairs
 
 
-def split(flat: Tensor, params: list[Tensor], what: str) -> list[Tensor]:
+def split(flat: Tensor, params: Sequence[Tensor], what: str) -> list[Tensor]:
     """The pieces of a flat tensor for the parameters that it was joined from.
 
     Raises:

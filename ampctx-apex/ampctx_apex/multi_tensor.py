@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampctx import spi
 from ampctx.spi import Call, Number
+from ampctx_apex.arguments import positional
 
 Kind = Callable[[Call, str, Any], Any]
 
@@ -50,33 +48,17 @@ def multi_tensor(
         op: the name of the function; that of the decorated one without it.
         kinds: what becomes of some arguments, in place of ``_KINDS``.
     """
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    parts = [part.partition("=") for part in arguments.split()]
-    given = [inspect.Parameter(name, kind, default=int(value) if value else empty) for name, _, value in parts]
-    first = [inspect.Parameter(name, kind) for name in ("chunk_size", "noop_flag", "tensor_lists")]
-    signature, kinds = inspect.Signature([*first, *given]), {**_KINDS, **kinds}
+    kinds = {**_KINDS, **kinds}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name_of = op or function.__name__
 
-        @torch.no_grad()
-        @functools.wraps(function)
-        def served(*args: Any, **kwargs: Any) -> Any:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name_of}: {error}") from None
-            bound.apply_defaults()
-            _, noop_flag, tensor_lists = (bound.arguments.pop(parameter.name) for parameter in first)
+        def body(chunk_size: Any, noop_flag: Any, tensor_lists: Any, **given: Any) -> Any:
             call = Call(name_of, noop_flag, tensor_lists, lists.split(), optional)
-            named = {
-                name: kinds[name](call, name, value) if name in kinds else value
-                for name, value in bound.arguments.items()
-            }
-            return function(call, **named)
+            return function(call, **{n: kinds[n](call, n, v) if n in kinds else v for n, v in given.items()})
 
-        vars(served)["__signature__"] = signature
-        served.__name__ = served.__qualname__ = name_of
+        served = positional(name_of, f"chunk_size noop_flag tensor_lists {arguments}", body)
+        served.__doc__, served.__module__ = function.__doc__, function.__module__
         return served
 
     return decorate

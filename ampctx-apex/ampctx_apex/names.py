@@ -27,7 +27,7 @@ class Name(NamedTuple):
     """
 
     status: Literal["supported", "adapted", "refused", "missing"]
-    target: str | None = None
+    target: str = ""
     note: str = ""
     at_import: bool = False
     used_by: str = ""
@@ -49,20 +49,22 @@ def _file(module: str) -> Path | None:
 
 
 def public(module: str) -> list[str]:
-    """``__all__`` of a module in ``modules/``, or its functions and classes, without its import.
+    """``__all__`` of a module in ``modules/``, or its functions, classes and what it imports of apex's own modules.
 
-    A package may go by the names of submodules, too.
+    It is not imported for that. A package may go by the names of submodules, too.
     """
     if (file := _file(module)) is None:
         return public(module.rpartition(".")[0])
     text = file.read_text()
     if lists := re.findall(r"^\s*__all__ \+?= \[(.*?)\]", text, flags=re.M | re.S):
         return re.findall(r'"(\w+)"', "".join(lists))
-    return re.findall(r"^(?:class|def) ([A-Za-z]\w*)", text, flags=re.M)
+    own = re.findall(r"^(?:class|def) ([A-Za-z]\w*)", text, flags=re.M)
+    imported = re.findall(r"^ *from \.[.\w]* import (\([^)]*|.*)", text, flags=re.M)
+    return [*own, *re.findall(r"\b[A-Za-z]\w*", " ".join(imported) if file.stem == "__init__" else "")]
 
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
-    plain = Name("supported", None, row.get("note", ""), used_by=row["used_by"])
+    plain = Name("supported", note=row.get("note", ""), used_by=row["used_by"])
     same = [(owner, word) for owner, words in row.get("same", {}).items() for word in words.split()]
     target = {word.partition(">")[0]: f"{owner}.{word.rpartition('>')[2]}" for owner, word in same}
     adapted = {name: note for names, note in row.get("adapted", {}).items() for name in names.split()}
@@ -70,7 +72,7 @@ def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
         if "names" not in row:
             yield module, plain
         for name in row["names"].split() if "names" in row else dict.fromkeys([*public(module), *target]):
-            entry = plain._replace(target=target.get(name), note=row.get("notes", {}).get(name, plain.note))
+            entry = plain._replace(target=target.get(name, ""), note=row.get("notes", {}).get(name, plain.note))
             yield f"{module}.{name}", entry._replace(status="adapted", note=adapted[name]) if name in adapted else entry
 
 
@@ -93,12 +95,12 @@ ALIASES = [m for row in TABLE["served"] if "names" not in row for m in _expanded
 
 def is_same(name: str) -> bool:
     """Whether ``name`` is an object of ampctx or torch."""
-    return name in NAMES and NAMES[name].target is not None
+    return name in NAMES and NAMES[name].target != ""
 
 
 def same(name: str) -> Any:
     """That object."""
-    module, _, attribute = (NAMES[name].target or "").rpartition(".")
+    module, _, attribute = NAMES[name].target.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 

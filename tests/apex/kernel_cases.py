@@ -4,7 +4,6 @@ import pytest
 import torch
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CPU = torch.device("cpu")
 
 SIZES = {
     "one": [1],

@@ -1,5 +1,9 @@
-"""amp_C's optimizer steps against their formulas in fp64."""
+"""amp_C's optimizer steps against their formulas in fp64, its norms and update_scale_hysteresis.
 
+Four of its functions are ampctx's (test_names.py): tests/test_multi_tensor_apply.py and tests/ops have what they do.
+"""
+
+import math
 from functools import partial
 
 import amp_C
@@ -108,6 +112,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.full(but=24)
 @OPTION("wd_after_momentum", [False, True], ids=["wd-before", "wd-after"])
 @OPTION("first_run", [False, True], ids=["later", "first"])
 @OPTION(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)], ids=["plain", "momentum", "nesterov"])
@@ -138,6 +143,7 @@ def test_adagrad(device, mode, dtype, sizes):
     assert_step("multi_tensor_adagrad", lists, (LR, EPS, mode, 0.1), of_adagrad, flag(1, device=device))
 
 
+@pytest.mark.full(but=16)
 @OPTION("norm_type", [0, 2], ids=["inf", "l2"])
 @OPTION("moment_mode", [0, 1], ids=["reg-inside", "reg-outside"])
 @OPTION("grad_averaging", [0, 1], ids=["beta3-1", "averaging"])
@@ -224,6 +230,7 @@ def lamb_mp_args(c, norm, step, device="cpu"):
     return lr, *ADAM[1:], *options, c["mode"], *norm, c["nvlamb"], torch.ones(1, device=device), factor
 
 
+@pytest.mark.full(but=36)
 @each_norm
 @OPTION("sizes", ["odd", "empties"])
 @each_kind
@@ -272,6 +279,7 @@ MIXES = {
 }
 
 
+@pytest.mark.full(but=36)
 @each_norm
 @OPTION("mix", MIXES)
 @each_case
@@ -373,3 +381,132 @@ def test_parameters_that_require_grad_are_stepped_in_grad_mode():
     assert p.tolist() == [0.5] * 3
     assert p.is_leaf
     assert p._version > version
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+PLACES = {"first": (0, 0), "last": (-1, -1), "middle": (5, 100)}
+NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+@pytest.fixture(params=["int32", "float32"])
+def buf(request, device):
+    return flag(dtype=getattr(torch, request.param), device=device)
+
+
+@OPTION("per_tensor", [True, False, None])
+@OPTION("sizes", SIZES)
+@OPTION("kind", FLOATS)
+def test_norms(buf, device, kind, sizes, per_tensor):
+    tensors = randn(SIZES[sizes], FLOATS[kind], device=device)
+    before = copies([tensors])
+    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], per_tensor)
+    norms = torch.stack([t.double().norm() for t in tensors])
+    torch.testing.assert_close(total, norms.norm().reshape(1).float())
+    torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
+    assert_same([tensors], before)
+    assert buf.item() == 0
+
+
+@OPTION("preset", [0, 1])
+@OPTION("place", PLACES)
+@OPTION("bad", NON_FINITE)
+def test_norms_raise_the_flag_and_never_lower_it(bad, place, preset):
+    tensors = [torch.ones(n, dtype=torch.float16) for n in (777, 555) * 3]
+    buf = flag(preset)
+    amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
+    assert buf.tolist() == [preset]
+    tensor, element = PLACES[place]
+    tensors[tensor][element] = NON_FINITE[bad]
+    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
+    assert buf.tolist() == [1]
+    assert not total.isfinite().any()
+    assert each.isfinite().sum() == 5
+
+
+# --- update_scale_hysteresis ------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """Section by section as the rule is told, in Python numbers; numbers below the normal ones are 0."""
+
+    def __init__(self, scale, growth, backoff, interval, hysteresis):
+        self.scale, self.clean, self.left = scale, 0, hysteresis
+        self.growth, self.backoff, self.interval, self.hysteresis = growth, backoff, interval, hysteresis
+
+    def update(self, found_inf):
+        if found_inf > 0:
+            self.left -= 1
+            if self.left > 0:
+                self.clean = 0
+                return
+        if found_inf:
+            self.scale *= self.backoff
+            if self.scale < torch.finfo(torch.float32).tiny:
+                self.scale = 0.0
+            self.clean = 0
+        else:
+            self.clean += 1
+            if self.clean == self.interval:
+                if self.scale * self.growth <= torch.finfo(torch.float32).max:
+                    self.scale *= self.growth
+                self.clean = 0
+        if found_inf <= 0:
+            self.left = self.hysteresis
+
+
+@OPTION("hysteresis", [1, 2, 10])
+@OPTION("interval", [1, 10])
+@OPTION("backoff", [0.5, 0.25])
+@OPTION("growth", [1.0, 2.0, 4.0])
+def test_hysteresis(device, growth, backoff, interval, hysteresis):
+    for init in (1.0, 1024.0, 65536.0):
+        rule = (growth, backoff, interval, hysteresis)
+        want = Reference(init, *rule)
+        scale = torch.tensor([init], device=device)
+        clean = torch.zeros(1, dtype=torch.int32, device=device)
+        left = torch.full((1,), hysteresis, dtype=torch.int32, device=device)
+        generator = torch.Generator().manual_seed(int(init))
+        overflows = [1] * 12 + [0] * 25 + torch.randint(0, 2, (30,), generator=generator).tolist()
+        # To 0 at a backoff of 0.25, and what is 0 stays 0; a run of clean steps grows to the largest scale.
+        overflows += [1] * 80 if init == 1024 else [0] * 80
+        for found_inf in overflows:
+            given = torch.tensor([float(found_inf)], device=device)
+            assert amp_C.update_scale_hysteresis(scale, clean, left, given, *rule) is scale
+            want.update(found_inf)
+            assert (scale.item(), clean.item(), left.item()) == (want.scale, want.clean, want.left)
+
+
+@OPTION(("found_inf", "want"), [(-1.0, (4.0, 0, 3)), (math.nan, (4.0, 0, 2))], ids=["negative", "nan"])
+def test_hysteresis_of_odd_flags(found_inf, want):
+    """Neither above 0 nor 0: the scale backs off at once; only what is not above 0 refills the tracker."""
+    state = [torch.tensor([8.0]), torch.tensor([5], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)]
+    amp_C.update_scale_hysteresis(*state, torch.tensor([found_inf]), 2.0, 0.5, 10, 3)
+    assert tuple(t.item() for t in state) == want
+
+
+def test_scale_does_not_grow_to_inf():
+    state = [torch.tensor([3e38]), torch.tensor([9], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)]
+    amp_C.update_scale_hysteresis(*state, torch.zeros(1), 2.0, 0.5, 10, 1)
+    assert state[0].item() == torch.tensor(3e38).item()
+    assert state[1].item() == 0
+
+
+GOOD = [torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.zeros(1)]
+
+
+@OPTION(
+    ("i", "wrong", "message"),
+    [
+        (0, 1.0, "current_scale must be a tensor, got float"),
+        (0, torch.ones(1).half(), "current_scale has dtype torch.float16, expected float32"),
+        (1, torch.zeros(1), "growth_tracker has dtype torch.float32, expected int32"),
+        (2, torch.zeros(2, dtype=torch.int32), "hysteresis_tracker has 2 elements, expected 1"),
+        (3, torch.zeros(1, device="meta"), "found_inf is on meta, and current_scale is on cpu"),
+        (3, torch.zeros(1).bool(), "found_inf has dtype torch.bool, expected float32 or int32"),
+    ],
+    ids=["number", "scale-type", "tracker-type", "elements", "device", "flag-type"],
+)
+def test_hysteresis_errors(i, wrong, message):
+    with pytest.raises(RuntimeError, match=f"update_scale_hysteresis: {message}"):
+        amp_C.update_scale_hysteresis(*GOOD[:i], wrong, *GOOD[i + 1 :], 2.0, 0.5, 10, 1)

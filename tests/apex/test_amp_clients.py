@@ -2,6 +2,7 @@
 
 import contextlib
 
+import apex_C
 import pytest
 import torch
 from amp_models import BOTH, backward, probe, same, weights
@@ -18,11 +19,6 @@ each_kind = pytest.mark.parametrize("level", ["O1", "O2"])
 # --- all-reduce after accumulation, as in the BERT examples -----------------------------------------------------------
 
 
-def _unflatten(flat, like):
-    views = torch.split(flat, [t.numel() for t in like])
-    return [view.view_as(t) for view, t in zip(views, like, strict=True)]
-
-
 def take_optimizer_step(model, optimizer, overflow_buf, from_other_rank, accumulation, misspelt):
     """Reduces the unscaled master gradients with the loss scale on, asks the scaler, then steps or drops them.
 
@@ -32,7 +28,7 @@ def take_optimizer_step(model, optimizer, overflow_buf, from_other_rank, accumul
     loss_scale = scaler.loss_scale()
     master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
     flat = torch.empty(sum(g.numel() for g in master_grads), dtype=torch.float16)
-    views = _unflatten(flat, master_grads)
+    views = apex_C.unflatten(flat, master_grads)
     overflow_buf.zero_()
     multi_tensor_scale(65536, overflow_buf, [master_grads, views], loss_scale / (2 * accumulation))
     flat += from_other_rank * loss_scale / (2 * accumulation)
@@ -94,41 +90,31 @@ def test_all_reduce_after_accumulation(level, make, accumulation, misspelt):
     assert ampctx.amp.skipped_steps(optimizer) == 0  # the caller did that
 
 
+# Blocks, and what update_scale() of the first loss says then.
+FLAGS = {
+    "of-a-plain-block": ([(INF, {})], True),
+    "of-a-plain-block-before": ([(INF, {}), (1.0, {"delay_overflow_check": True})], False),
+    "of-another-loss": ([(INF, {"loss_id": 1}), (1.0, {"delay_overflow_check": True})], False),
+}
+
+
 @both
-def test_the_flag_of_a_plain_block_stays_with_the_step(make):
+@pytest.mark.parametrize(("blocks", "said"), FLAGS.values(), ids=FLAGS)
+def test_the_flag_of_a_plain_block_stays_with_the_step(make, blocks, said):
     """update_scale() besides a block that has updated the scale itself moves it again, as in apex, and no more."""
-    model, optimizer = probe("O2", make)
-    before = weights(optimizer)
-    backward(model, optimizer, INF)
-    assert _amp_state.loss_scalers[0].update_scale() is True
-    assert _amp_state.loss_scalers[0].loss_scale() == 1024.0
-    optimizer.step()
-    assert same(weights(optimizer), before)
-
-
-@both
-def test_a_flag_of_a_plain_block_is_not_taken_with_a_later_one(make):
-    model, optimizer = probe("O2", make)
-    before = weights(optimizer)
-    backward(model, optimizer, INF)
-    backward(model, optimizer, 1.0, delay_overflow_check=True)
-    assert _amp_state.loss_scalers[0].update_scale() is False
+    model, optimizer = probe("O2", make, num_losses=2)
+    before, scaler = weights(optimizer), _amp_state.loss_scalers[0]
+    for factor, options in blocks:
+        backward(model, optimizer, factor, **options)
+    scale = scaler.loss_scale()
+    assert scaler.update_scale() is said
+    assert scaler.loss_scale() == (scale / 2 if said else scale)
     optimizer.step()
     assert same(weights(optimizer), before)
     optimizer.zero_grad()
     backward(model, optimizer, INF, delay_overflow_check=True)
-    assert _amp_state.loss_scalers[0].update_scale() is True
+    assert scaler.update_scale() is True
     assert optimizer._amp_stash.already_patched is False
-
-
-def test_only_the_flag_of_that_scale_is_taken():
-    model, optimizer = probe("O2", num_losses=2)
-    before = weights(optimizer)
-    backward(model, optimizer, INF, loss_id=1)
-    backward(model, optimizer, 1.0, loss_id=0, delay_overflow_check=True)
-    assert _amp_state.loss_scalers[0].update_scale() is False
-    optimizer.step()
-    assert same(weights(optimizer), before)
 
 
 # --- copies of scale_loss ---------------------------------------------------------------------------------------------
@@ -201,6 +187,7 @@ def trace_of(scale_loss, level, make, kind, overflows, scale):
     return trace
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "delay"])
 @both
 @pytest.mark.parametrize("scale", ["dynamic", 128.0, 1.0])
@@ -280,16 +267,12 @@ def test_prepared_and_then_left_to_the_step(level):
 
 
 @each_kind
-def test_post_without_prepare(level):
+def test_post_without_prepare_and_gradients_that_the_client_has_unscaled(level):
     model, optimizer = probe(level)
     (model.loss(1.0) * 4096.0).backward()
     optimizer._post_amp_backward(_amp_state.loss_scalers[0])
     assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
-
-
-@each_kind
-def test_gradients_that_the_client_has_unscaled(level):
-    model, optimizer = probe(level)
+    optimizer.zero_grad()
     backward(model, optimizer, delay_unscale=True)
     for p in model.parameters():
         p.grad.div_(4096.0)

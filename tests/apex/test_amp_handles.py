@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from apex import amp
 from apex.amp import _amp_state
 from kit import Probe
-from processes import output
 
 import ampctx
 
@@ -44,21 +43,31 @@ def test_init_casts_until_deactivate(dtype):
     assert _amp_state.handle is handle  # apex never takes it away
 
 
-def test_init_leaves_the_rest_alone():
-    amp.init()
+def test_init_leaves_the_rest_alone_and_reset_switches_it_off():
+    handle = amp.init()
     assert not hasattr(_amp_state, "opt_properties")
     assert not hasattr(_amp_state, "loss_scalers")
     amp.initialize(Probe(), opt_level="O2", verbosity=0)
     assert _amp_state.opt_properties.opt_level == "O2"
+    ampctx.amp.reset()
+    assert (dtype_of_mm(), handle.is_active()) == (torch.float32, False)
+    assert not hasattr(_amp_state, "handle")
+    handle._deactivate()
+    assert dtype_of_mm() == torch.float32
 
 
-def test_registered_functions_are_installed(monkeypatch):
-    module = types.SimpleNamespace(double=lambda x: x.dtype)
+def test_registered_functions_are_installed():
+    module = types.SimpleNamespace(double=lambda x: x.dtype, mm=torch.mm)
     amp.register_half_function(module, "double")
+    amp.register_float_function(module, "mm")
     handle = amp.init()
     assert module.double(FLOAT) == torch.float16
     handle._deactivate()
     assert module.double(FLOAT) == torch.float32
+    amp.initialize(Probe(), opt_level="O1", verbosity=0)
+    assert (module.double(FLOAT), module.mm(HALF, HALF).dtype) == (torch.float16, torch.float32)
+    ampctx.amp.reset()
+    assert (module.double(FLOAT), module.mm) == (torch.float32, torch.mm)
 
 
 @pytest.mark.parametrize("inner_first", [True, False])
@@ -74,23 +83,13 @@ def test_two_handles(inner_first):
     assert dtype_of_mm() == torch.float32
 
 
-def test_reset_switches_init_off():
-    handle = amp.init()
-    ampctx.amp.reset()
-    assert (dtype_of_mm(), handle.is_active()) == (torch.float32, False)
-    assert not hasattr(_amp_state, "handle")
-    handle._deactivate()
-    assert dtype_of_mm() == torch.float32
-
-
 def test_disabled():
     handle = amp.init(enabled=False)
     assert not hasattr(_amp_state, "handle")
     handle._clear_cache()
     handle._is_active = True
     handle._deactivate()
-    assert not handle.is_active()
-    assert dtype_of_mm() == torch.float32
+    assert (handle.is_active(), dtype_of_mm()) == (False, torch.float32)
 
 
 # --- a handle's attributes --------------------------------------------------------------------------------------------
@@ -169,23 +168,3 @@ def test_decorated_before_any_initialize(level):
     assert Pooler().forward(HALF) == (torch.float32 if casts else torch.float16)
     assert builtin(HALF).dtype == (torch.float32 if casts else torch.float16)
     assert builtin(FLOAT).item() == 4.0
-
-
-REGISTERED = """
-import torch
-from apex import amp
-originals = torch.sigmoid, torch.bmm
-amp.register_float_function(torch, "sigmoid")
-amp.register_float_function(torch, "bmm")
-model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
-half = torch.ones(1, 2, 2, dtype=torch.float16)
-assert torch.sigmoid(half).dtype == torch.bmm(half, half).dtype == torch.float32
-import ampctx
-ampctx.amp.reset()
-assert (torch.sigmoid, torch.bmm) == originals
-"""
-
-
-def test_registered_before_initialize():
-    """In a process of its own: what is registered stays."""
-    output("-c", f"import ampctx_apex; ampctx_apex.install_apex()\n{REGISTERED}")

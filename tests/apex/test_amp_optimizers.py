@@ -104,15 +104,11 @@ def test_freed_without_the_collector(level, make):
         (model.loss(1.0) * 4096.0).backward()
         optimizer._post_amp_backward(amp._amp_state.loss_scalers[0])
         optimizer.step()
-        watched = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(weights_of(optimizer)[0])]
+        watched = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer.param_groups[0]["params"][0])]
         del model, optimizer
         assert [w() for w in watched] == [None] * 3
     finally:
         gc.enable()
-
-
-def weights_of(optimizer):
-    return optimizer.param_groups[0]["params"]
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -263,17 +259,17 @@ def test_dropping_master_gradients_through_the_stash(level, make):
 @each_kind
 def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
     model, optimizer = probe(level)
-    params = list(weights_of(optimizer))
+    params = list(optimizer.param_groups[0]["params"])
     getattr(optimizer, lazy_init)()
     with torch.no_grad():
         model.weight.fill_(3.0)
     getattr(optimizer, lazy_init)()
-    assert weights_of(optimizer)[0].tolist() == [3.0] * 3
+    assert params[0].tolist() == [3.0] * 3
     backward(model, optimizer, delay_unscale=True)
     getattr(optimizer, lazy_init)()  # leaves the scaled gradients alone
     backward(model, optimizer)
     assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [[2.0] * p.numel() for p in params]
-    assert all(a is b for a, b in zip(weights_of(optimizer), params, strict=True))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
 
 
 @with_masters
@@ -294,29 +290,24 @@ def test_resuming_as_the_bert_examples_do():
         backward(model, optimizer, 1.0 / 3)
         optimizer.step()
         optimizer.zero_grad()
-    checkpoint = copy.deepcopy(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "master params": list(amp.master_params(optimizer)),
-        }
-    )
+    of_model, of_optimizer = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    masters = weights(optimizer)
     ampctx.amp.reset()
     other, resumed = probe("O2", "FusedAdam")
-    other.load_state_dict(checkpoint["model"])
+    other.load_state_dict(of_model)
     resumed._lazy_init_maybe_master_weights()
     resumed._amp_stash.lazy_init_called = True
-    resumed.load_state_dict(checkpoint["optimizer"])
-    for p, saved in zip(amp.master_params(resumed), checkpoint["master params"], strict=True):
-        p.data.copy_(saved.data)
-    assert same(weights(resumed), [p.detach() for p in checkpoint["master params"]])
+    resumed.load_state_dict(of_optimizer)
+    for p, saved in zip(amp.master_params(resumed), masters, strict=True):
+        p.data.copy_(saved)
+    assert same(weights(resumed), masters)
     backward(other, resumed, 1.0 / 3)
-    assert same(weights(resumed), [p.detach() for p in checkpoint["master params"]])
-    assert resumed.state[weights_of(resumed)[0]]["exp_avg"].dtype == torch.float32
+    assert same(weights(resumed), masters)
+    assert resumed.state[resumed.param_groups[0]["params"][0]]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("method", ["_prepare_amp_backward", "_post_amp_backward"])
-def test_prepare_and_post_are_refused_inside_a_block(method):
+def test_prepare_and_post_are_refused_inside_a_block_and_without_a_scaler(method):
     model, optimizer = probe()
     args = [amp._amp_state.loss_scalers[0]] if "post" in method else []
     with amp.scale_loss(model.loss(1.0), optimizer) as scaled:
@@ -325,9 +316,5 @@ def test_prepare_and_post_are_refused_inside_a_block(method):
         with pytest.raises(AmpError, match="params_have_scaled_gradients was assigned inside a scale_loss block"):
             optimizer._amp_stash.params_have_scaled_gradients = True
         scaled.backward()
-
-
-def test_post_takes_a_loss_scaler():
-    _, optimizer = probe()
     with pytest.raises(AmpTypeError, match="_post_amp_backward takes an apex.amp.scaler.LossScaler"):
         optimizer._post_amp_backward(128.0)

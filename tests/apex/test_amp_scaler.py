@@ -90,10 +90,11 @@ def test_update_scale_follows_the_rule(by):
         assert scaler._overflow_buf is mine
 
 
-def test_scale_factor_has_its_effect():
-    scaler = LossScaler("dynamic", init_scale=64.0, scale_factor=4.0, scale_window=1)
+def test_a_scale_factor_and_a_count_past_the_window():
+    scaler = LossScaler("dynamic", init_scale=64.0, scale_factor=4.0)
+    scaler._unskipped = 5000
     scaler.update_scale()
-    assert scaler.loss_scale() == 256.0
+    assert (scaler.loss_scale(), scaler._unskipped) == (256.0, 0)
     scaler._has_overflow = True
     scaler.update_scale()
     scaler.update_scale()
@@ -106,13 +107,6 @@ def test_a_static_scale_counts_and_never_overflows():
     assert scaler.update_scale() is False
     assert scaler.update_scale() is False
     assert (scaler.dynamic, scaler.loss_scale(), scaler._unskipped) == (False, 128.0, 2)
-
-
-def test_a_count_past_the_window_grows():
-    scaler = LossScaler("dynamic", init_scale=2.0)
-    scaler._unskipped = 5000
-    scaler.update_scale()
-    assert (scaler.loss_scale(), scaler._unskipped) == (4.0, 0)
 
 
 def test_attributes_can_be_written():
@@ -170,18 +164,20 @@ def test_unscale_after_an_overflow_does_nothing():
     assert grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("override", [None, 4.0], ids=["own", "override"])
-def test_unscale_with_scale_override(override):
-    scaler, grad = LossScaler(2.0), torch.full((2,), 8.0)
-    scaler.unscale([grad], [grad], None, models_are_masters=True, scale_override=override)
-    assert grad.tolist() == [8.0 / (override or 2.0)] * 2
-
-
-@pytest.mark.parametrize("models_are_masters", [True, False])
-def test_unscale_by_a_static_scale_of_one(models_are_masters):
-    scaler, model, master = LossScaler(1.0), torch.full((2,), 3.0), torch.zeros(2)
-    scaler.unscale([model], [master], None, models_are_masters)
-    assert master.tolist() == ([0.0, 0.0] if models_are_masters else [3.0, 3.0])
+@pytest.mark.parametrize(
+    ("scale", "options", "written"),
+    [
+        (2.0, {"models_are_masters": True}, 4.0),
+        (2.0, {"models_are_masters": True, "scale_override": 4.0}, 2.0),
+        (1.0, {"models_are_masters": True}, 0.0),
+        (1.0, {}, 8.0),
+    ],
+)
+def test_unscale_by_a_static_scale(scale, options, written):
+    """Nothing is written where the scale is 1 and the masters are the model's."""
+    master = torch.zeros(2)
+    LossScaler(scale).unscale([torch.full((2,), 8.0)], [master], None, **options)
+    assert master.tolist() == [written] * 2
 
 
 def test_unscale_with_stashed():

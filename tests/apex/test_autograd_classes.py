@@ -138,7 +138,7 @@ def test_apply_compiles_as_one_graph(kind):
 
 
 def test_casts_where_autocast_is_on():
-    given = (torch.ones(2), 3, None, "x", [torch.ones(1), (torch.ones(1),)], {"k": torch.ones(1)})
+    given = (torch.ones(2, requires_grad=True), 3, None, "x", [torch.ones(1), (torch.ones(1),)], {"k": torch.ones(1)})
     assert _autocast_utils._cast_if_autocast_enabled(*given)[0] is given[0]
     with torch.autocast("cpu", B16):
         one, number, none, text, (first, (second,)), named = _autocast_utils._cast_if_autocast_enabled(*given)
@@ -146,6 +146,8 @@ def test_casts_where_autocast_is_on():
         assert {t.dtype for t in (one, first, second, named["k"])} == {B16}
         with torch.autocast("cpu", enabled=False):
             assert _autocast_utils._cast_if_autocast_enabled(*given)[0].dtype == F32
+    one.sum().backward()
+    assert given[0].grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.int64, torch.bool], ids=str)
@@ -154,11 +156,3 @@ def test_what_autocast_leaves(dtype):
     with torch.autocast("cpu", B16):
         assert _autocast_utils._cast_if_autocast_enabled(value)[0] is value
         assert _autocast_utils._cast_if_autocast_enabled(torch.ones(2, device="meta"))[0].dtype == F32
-
-
-def test_casts_are_differentiable():
-    x = torch.ones(2, requires_grad=True)
-    with torch.autocast("cpu", B16):
-        (cast,) = _autocast_utils._cast_if_autocast_enabled(x)
-    cast.sum().backward()
-    assert x.grad.tolist() == [1.0, 1.0]

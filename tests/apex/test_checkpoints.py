@@ -20,7 +20,6 @@ from ampctx_apex.checkpoints import (
 )
 from apex.fp16_utils import DynamicLossScaler
 from kit import assert_same, every_level, mlp, start, through_a_file, train
-from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError, GradScaler, amp
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
@@ -130,42 +129,7 @@ def test_an_o2_checkpoint_of_apex_goes_on_as_the_run_did(name):
     assert_same(resumed, expected)
 
 
-def test_adams_next_step_by_hand():
-    """One weight, O2, from numbers that apex would have saved: computed in plain Python."""
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
-    options = {"lr": 0.25, "bias_correction": True, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
-    content = {
-        "model": {"weight": torch.tensor([[1.0]])},
-        "optimizer": {
-            "state": {0: {"exp_avg": torch.tensor([[1.0]]), "exp_avg_sq": torch.tensor([[4.0]])}},
-            "param_groups": [{**options, "step": 1, "params": [0]}],
-        },
-        "amp": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1999}},
-        "master params": [torch.tensor([[1.0 + 2.0**-13]])],
-    }
-    resume(content, model, optimizer)
-    with amp.scale_loss(model(torch.ones(1, 1)).sum() * 2, optimizer) as scaled:
-        assert scaled.item() == 16.0
-        scaled.backward()
-    optimizer.step()
-    m, v = 0.5 * 1.0 + 0.5 * 2.0, 0.75 * 4.0 + 0.25 * 4.0
-    expected = 1.0 + 2.0**-13 - 0.25 * (m / (1 - 0.5**2)) / (v / (1 - 0.75**2)) ** 0.5
-    (master,) = amp.master_params(optimizer)
-    assert master.item() == pytest.approx(expected, rel=1e-6)
-    assert model.weight.item() == master.half().item()
-    # The window of 2000 clean steps ended.
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}}
-
-
 # --- FP16_Optimizer ---------------------------------------------------------------------------------------------------
-
-
-def scaler_of_apex(module, name, attributes):
-    """An object with the attributes that apex's had, of a class of apex's name."""
-    scaler = type(name, (), {"__module__": module})()
-    vars(scaler).update(attributes)
-    return scaler
 
 
 def save(content, scaler, path, monkeypatch):
@@ -177,11 +141,6 @@ def save(content, scaler, path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module, stand_in)
         torch.save(content, path)
-
-
-def masters_by_group(model, optimizer, only_fp16):
-    ours = stepped(optimizer)
-    return [[m for p, m in zip(model.parameters(), ours, strict=True) if p.dtype == torch.float16 or not only_fp16]]
 
 
 OLD_SCALERS = {
@@ -199,7 +158,9 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     model, optimizer = start(amp, "O2", "AdamW-foreach")
     train(amp, model, optimizer, 3)
     module, name, attributes = OLD_SCALERS[scaler]
-    saved_scaler = scaler_of_apex(module, name, {**attributes, "_overflow_buf": torch.zeros(1, dtype=torch.int32)})
+    saved_scaler = type(name, (), {"__module__": module})()
+    vars(saved_scaler).update(attributes, _overflow_buf=torch.zeros(1, dtype=torch.int32))
+    pairs = zip(model.parameters(), stepped(optimizer), strict=True)
     content = {
         "model": weights(model),
         "optimizer": {
@@ -208,7 +169,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
             "overflow": False,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": optimizer.state_dict(),
-            "fp32_from_fp16": masters_by_group(model, optimizer, only_fp16=True),
+            "fp32_from_fp16": [[master for p, master in pairs if p.dtype == torch.float16]],
         },
         "args": argparse.Namespace(lr=0.1),
     }
@@ -291,15 +252,7 @@ def test_a_state_of_fp16_optimizer_that_does_not_fit_changes_nothing(level, cont
     assert_same(everything(model, optimizer), before)
 
 
-# --- loss scales, files -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
-def test_scales_go_to_a_grad_scaler_and_back(scaler_class):
-    scaler = scaler_class("cpu")
-    scaler.load_state_dict(to_grad_scaler_state(SCALES))
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (1024.0, 7)
-    assert to_amp_state(scaler.state_dict()) == SCALES
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 class Custom:
@@ -340,20 +293,12 @@ def test_the_counter_of_dynamic_scalers_of_2018(flags, clean, as_object):
         ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
         ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
         ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
+        ({"optimizer_state_dict": {}}, None),
     ],
-    ids=["amps-scaler", "static-object", "static-numbers"],
+    ids=["amps-scaler", "static-object", "static-numbers", "no-scale"],
 )
 def test_the_other_scalers_of_fp16_optimizer(state, entry):
-    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
-
-
-def test_a_state_without_a_scale_has_no_entry():
-    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
-
-
-def test_a_dynamic_scaler_without_its_counts_is_an_error():
-    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
-        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})
+    assert fp16_optimizer_entry(state) == (entry and dict(zip(("loss_scale", "unskipped"), entry, strict=True)))
 
 
 # --- between apex's format and a GradScaler's -------------------------------------------------------------------------
@@ -364,9 +309,10 @@ def test_scales_are_converted(session):
     session.load_state_dict(to_amp_state(TORCH, num_losses=2))
     assert session.state_dict() == {f"loss_scaler{i}": APEX["loss_scaler0"] for i in range(2)}
     assert to_grad_scaler_state(session.state_dict(), loss_id=1) == TORCH
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
-    assert scaler.state_dict().items() >= {**TORCH, "scale": 4.0, "_growth_tracker": 3}.items()
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
+        assert scaler.state_dict().items() >= {**TORCH, "scale": 4.0, "_growth_tracker": 3}.items()
+        assert to_amp_state(scaler.state_dict()) == {"loss_scaler0": TWO["loss_scaler1"]}
 
 
 @pytest.mark.parametrize(
@@ -380,8 +326,9 @@ def test_scales_are_converted(session):
         (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
         (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
         (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
+        (lambda: fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 9}), AmpKeyError, 'no "last_overflow_iter"'),
     ],
-    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses", "no-counts"],
 )
 def test_what_cannot_be_converted(convert, kind, message):
     with pytest.raises(kind, match=message):

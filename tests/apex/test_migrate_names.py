@@ -51,10 +51,7 @@ RENAMED = {
 }
 MOVED = {
     **{name: (before, before.replace("apex", "ampctx")) for name, before in RENAMED.items()},
-    "another module": (
-        "from apex.parallel.LARC import LARC\nLARC(o)\n",
-        "from ampctx.optimizers import LARC\nLARC(o)\n",
-    ),
+    "another module": ("from apex.parallel.LARC import LARC\nLARC\n", "from ampctx.optimizers import LARC\nLARC\n"),
     "another name": (
         "from apex.fp16_utils import clip_grad_norm\nclip_grad_norm(p, 1)\n",
         "from ampctx import clip_grad_norm_ as clip_grad_norm\nclip_grad_norm(p, 1)\n",
@@ -103,11 +100,7 @@ KEPT = {
     "attribute by string": "from apex import amp\namp.initialize(m)\nhasattr(optimizer, '_amp_stash')\n",
 }
 MANUAL = {
-    "refused module": (
-        "from apex.contrib.fmha import F\nF(1)\n",
-        "apex.contrib.fmha.F",
-        "scaled_dot_product_attention",
-    ),
+    "refused module": ("from apex.contrib.fmha import F\nF(1)\n", "apex.contrib.fmha.F", "scaled_dot_product"),
     "refused import": ("import apex.transformer\napex.amp.initialize(m)\n", "apex.transformer", "Megatron Core"),
     "refused optimizer": ("from apex.optimizers import FusedLARS\n", "apex.optimizers.FusedLARS", r"ampctx\.\w+\.LARC"),
     "missing extension": ("import syncbn\n", "syncbn", "Use apex.parallel.SyncBatchNorm"),

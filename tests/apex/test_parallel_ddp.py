@@ -1,7 +1,6 @@
 """apex.parallel.DistributedDataParallel and Reducer, over gloo. Values are exact in every type."""
 
 import contextlib
-import copy
 import io
 import warnings
 
@@ -9,8 +8,9 @@ import apex_on_ranks  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
-from apex.parallel import DistributedDataParallel, ReduceOp, Reducer
+from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel.distributed import flat_dist_call
+from kit import COPIES
 from rank_processes import RANK, RANKS, all_ranks, on_ranks
 from torch import nn
 
@@ -69,16 +69,10 @@ def test_one_process_keeps_its_gradients(hook):
     assert joined(DistributedDataParallel(ones_model(), **HOOKS[hook][0])) == [[2.0 / divisor], [2.0 / divisor]]
 
 
-def by_file(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_file])
+@pytest.mark.parametrize("name", COPIES)
 @on_ranks(2)
-def test_a_copy_joins_gradients_the_same_way(copied):
-    assert joined(copied(DistributedDataParallel(ones_model(), gradient_average=False))) == [[8.0], [4.0]]
+def test_a_copy_joins_gradients_the_same_way(name):
+    assert joined(COPIES[name](DistributedDataParallel(ones_model(), gradient_average=False))) == [[8.0], [4.0]]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +159,7 @@ def masters_after(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm
     return weights
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("name", TRAININGS)
 @trained_at
 @on_ranks(2)
@@ -186,6 +181,7 @@ def test_a_training_is_that_of_torchs_wrapper(level, name):
     assert all(torch.equal(other, expected) for other in all_ranks(ours))
 
 
+@pytest.mark.full(but=2)
 @trained_at
 @on_ranks(2)
 def test_a_training_is_that_of_one_process_with_all_batches(level):
@@ -233,14 +229,10 @@ def test_reducer_of_a_module():
 
 
 @on_ranks(2)
-def test_reducer_of_gradients():
+def test_reducer_of_gradients_and_flat_calls():
     grads = [torch.full((2, i + 1), 2.0 + 4.0 * RANK, dtype=dtype) for i, dtype in enumerate(DTYPES)]
     Reducer([grads[0], {"not": "a tensor"}, (grads[1], [grads[2]]), grads[3], 5]).reduce()
     assert values(*grads) == [[4.0]] * len(DTYPES)
-
-
-@on_ranks(2)
-def test_flat_calls():
     tensors = [torch.full((2, 2), float(RANK)), torch.full((3,), RANK, dtype=torch.bfloat16)]
     flat_dist_call(tensors, dist.broadcast, (RANKS - 1,))
     summed = [torch.full((2,), 4.0 * RANK)]
@@ -254,18 +246,10 @@ def test_flat_calls():
         ({"shared_param": True}, "shared_param is no longer an option"),
         ({"delay_allreduce": True, "allreduce_trigger_params": []}, "allreduce_trigger_params may only be given with"),
         ({"delay_allreduce": True, "num_allreduce_streams": 2}, "num_allreduce_streams may only be above 1 with"),
+        ({}, "process group has not been initialized"),
     ],
-    ids=["shared-param", "trigger-params", "streams"],
+    ids=["shared-param", "trigger-params", "streams", "no-group"],
 )
-def test_options_that_exclude_each_other(options, message):
-    with pytest.raises(AmpValueError, match=message):
+def test_what_it_refuses(options, message):
+    with pytest.raises(AmpValueError if options else ValueError, match=message):
         DistributedDataParallel(nn.Linear(1, 1), **options)
-
-
-def test_without_a_process_group():
-    with pytest.raises(ValueError, match="process group has not been initialized"):
-        DistributedDataParallel(nn.Linear(1, 1))
-
-
-def test_reduce_op_is_torchs():
-    assert ReduceOp is dist.ReduceOp

@@ -158,13 +158,10 @@ def test_errors():
         SyncBatchNorm(5)(torch.randn(5))
 
 
-def test_no_group_without_a_process_group():
-    assert create_syncbn_process_group(0) is None
-
-
-def test_one_class():
+def test_one_class_and_no_group_without_a_process_group():
     assert SyncBatchNorm is Optimized is Fallback
     assert issubclass(SyncBatchNorm, nn.SyncBatchNorm)
+    assert create_syncbn_process_group(0) is None
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -187,18 +184,14 @@ def test_channel_last_z_and_relu(training):
     assert torch.equal(norm(x.movedim(1, -1), z.movedim(1, -1)), expected)
 
 
-def test_specified_later():
+def test_options_of_a_pickle_of_an_older_apex_and_specified_later():
     norm = SyncBatchNorm(5)
+    del norm.channel_last, norm.fuse_relu
+    assert norm(torch.ones(2, 5, 3)).shape == (2, 5, 3)
     norm._specify_channel_last(True)
     norm._specify_process_group("group")
     assert (norm.channel_last, norm.process_group) == (True, "group")
     assert norm(torch.ones(2, 3, 3, 5)).shape == (2, 3, 3, 5)
-
-
-def test_a_pickle_of_an_older_apex_has_no_options():
-    norm = SyncBatchNorm(5)
-    del norm.channel_last, norm.fuse_relu
-    assert norm(torch.ones(2, 5, 3)).shape == (2, 5, 3)
 
 
 # --- convert_syncbn_model ---------------------------------------------------------------------------------------------
@@ -209,6 +202,7 @@ def test_convert():
     model = nn.ModuleDict({"inner": inner, "one": nn.BatchNorm1d(4, affine=False), "last": nn.Linear(2, 2)})
     model["one"].eval()
     inner[0].running_mean.fill_(3.0)
+    # The same objects: optimizers made before go on.
     before = {name: id(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     keys = list(model.state_dict())
     converted = convert_syncbn_model(model, process_group="group", channel_last=True)
@@ -234,26 +228,12 @@ def test_convert_a_batch_norm_itself(options):
     assert {t.dtype for t in converted.state_dict().values()} <= {torch.float16, torch.int64}
 
 
-def test_convert_keeps_a_module_that_is_used_twice():
-    shared = nn.BatchNorm1d(4)
+def test_convert_replaces_torchs_synchronised_norm_and_keeps_what_is_used_twice():
+    shared = nn.SyncBatchNorm(4)
     model = nn.Sequential(shared, nn.Sequential(shared), shared)
     convert_syncbn_model(model)
     assert isinstance(model[0], SyncBatchNorm)
     assert model[0] is model[1][0] is model[2]
-
-
-def test_convert_replaces_torchs_synchronised_norm():
-    model = nn.Sequential(nn.SyncBatchNorm(4))
-    assert type(convert_syncbn_model(model)[0]) is SyncBatchNorm
-
-
-def test_an_optimizer_made_before_goes_on():
-    model = nn.Sequential(nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    convert_syncbn_model(model)
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    assert model[0].bias.tolist() == [-3.0] * 4
 
 
 @pytest.mark.cuda

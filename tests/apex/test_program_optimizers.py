@@ -34,24 +34,14 @@ class OwnStep(FusedAdam):
             group["step"] = group.get("step", 0) + 1
             stepped = [p for p in group["params"] if p.grad is not None]
             for p in stepped:
-                if not self.state[p]:
-                    self.state[p] = {
-                        name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")
-                    }
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[p].setdefault(name, torch.zeros_like(p, dtype=torch.float32))
             wide = [p.detach().clone().float() for p in stepped]
             states = [[self.state[p][name] for p in stepped] for name in ("exp_avg", "exp_avg_sq")]
-            multi_tensor_applier(
-                self.multi_tensor_adam,
-                self._dummy_overflow_buf,
-                [[p.grad.float() / scale for p in stepped], wide, *states],
-                group["lr"],
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                self.adam_w_mode,
-                1 if group["bias_correction"] else 0,
-                group["weight_decay"],
-            )
+            lists = [[p.grad.float() / scale for p in stepped], wide, *states]
+            numbers = (group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode)
+            more = (int(group["bias_correction"]), group["weight_decay"])
+            multi_tensor_applier(self.multi_tensor_adam, self._dummy_overflow_buf, lists, *numbers, *more)
             with torch.no_grad():
                 for p, new in zip(stepped, wide, strict=True):
                     p.copy_(new)

@@ -3,16 +3,15 @@
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
+import types
 
 import pytest
 from ampctx_apex import install
 from ampctx_apex.install import refused
 from ampctx_apex.names import NAMES
 
-from ampctx import AmpNotImplementedError, AmpValueError
+from ampctx import AmpError, AmpNotImplementedError, AmpValueError
 
-ROOT = Path(__file__).resolve().parents[2]
 WHOLE_MODULES = ["apex.RNN", "apex.amp.utils", *(n for n, entry in NAMES.items() if entry.at_import and n.islower())]
 
 
@@ -38,18 +37,12 @@ def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys, a
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_submodule_taken_from_its_package_refuses_at_the_call(at_call):
+def test_submodules_and_autograd_functions_refuse_at_the_call(at_call):
+    from apex.contrib.fmha import FMHAFun
     from apex.transformer import parallel_state
 
-    with pytest.raises(
-        AmpNotImplementedError, match="apex.transformer.parallel_state.initialize_model_parallel is not"
-    ):
+    with pytest.raises(AmpNotImplementedError, match="apex.transformer.parallel_state.initialize_model_parallel is"):
         parallel_state.initialize_model_parallel(1, 1)
-
-
-def test_an_autograd_function_refuses_at_apply(at_call):
-    from apex.contrib.fmha import FMHAFun
-
     with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not supported by ampctx"):
         FMHAFun.apply(None)
 
@@ -123,6 +116,14 @@ def test_who_asks_can_import_all(not_installed, monkeypatch, variable, argument,
         else:
             with pytest.raises(ModuleNotFoundError, match="is not supported by ampctx"):
                 importlib.util.find_spec(name)
+
+
+def test_an_apex_that_was_imported_before_is_named(not_installed, monkeypatch):
+    other = types.ModuleType("apex")
+    other.__file__ = "site/apex/__init__.py"
+    monkeypatch.setitem(sys.modules, "apex", other)
+    with pytest.raises(AmpError, match="^apex is already imported, from site/apex/__init__.py. Call "):
+        install.install_apex()
 
 
 def test_bad_values(not_installed, monkeypatch):

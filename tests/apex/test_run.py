@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from ampctx_apex.cli import main
 from processes import HERE, ROOT, output, python
 
 DIGITS = ROOT / "examples" / "apex_digits.py"
@@ -41,8 +42,9 @@ WAYS = {
 }
 
 
+# The tests below run scripts.
 @pytest.mark.parametrize(
-    "way", ["script", "module", *(pytest.param(way, marks=pytest.mark.full) for way in ("directory", "stdin"))]
+    "way", ["module", *(pytest.param(way, marks=pytest.mark.full) for way in sorted(WAYS.keys() - {"module"}))]
 )
 def test_every_way_to_run_a_program(program, tmp_path, way):
     for name in ("train", "__main__"):
@@ -63,7 +65,6 @@ def test_the_exit_code_of_the_program_goes_through(program, end, code):
     assert ("KeyError: 'gone'" in done.stderr) == ("gone" in end)
 
 
-@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -73,11 +74,10 @@ def test_the_exit_code_of_the_program_goes_through(program, end, code):
     ],
     ids=["nothing", "no-module", "missing"],
 )
-def test_what_cannot_be_run_is_said(tmp_path, arguments, message):
-    done = python(*RUN, *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_be_run_is_said(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["run", *arguments])
+    assert message in capsys.readouterr().err
 
 
 # --- beside an installed apex -----------------------------------------------------------------------------------------
@@ -115,24 +115,25 @@ def test_modules_of_a_newer_apex_stay_reachable(newer_apex):
     )
 
 
-def test_an_apex_that_was_imported_before_is_named(newer_apex, tmp_path):
-    done = python("-c", "import apex, ampctx_apex\nampctx_apex.install_apex()", PYTHONPATH=newer_apex)
-    assert done.returncode == 1
-    assert f"apex is already imported, from {tmp_path / 'site' / 'apex' / '__init__.py'}" in done.stderr
-
-
 INSTALLING = """
-import sys
+import importlib, operator, sys
+import ampctx, torch
 from ampctx_apex import install_apex, uninstall_apex
 finders = list(sys.meta_path)
 install_apex()
 install_apex()
 assert len(sys.meta_path) == len(finders) + 2
-import apex.amp, apex.optimizers
+import apex
+modules = ["parallel", "normalization", "optimizers"]
+modules += ["amp." + m for m in "_amp_state _initialize amp compat frontend handle rnn_compat scaler".split()]
+for module in modules:
+    operator.attrgetter(module)(apex)  # also before its import
+    importlib.import_module("apex." + module)
 initialize = apex.amp.initialize
 uninstall_apex()
 assert sys.meta_path == finders
 assert not [n for n in sys.modules if n.split(".")[0] in ("apex", "amp_C", "apex_C")]
+ampctx.amp.initialize(torch.nn.Linear(2, 2), opt_level="O3")
 try:
     import apex
 except ModuleNotFoundError as error:
@@ -144,7 +145,9 @@ print(amp.initialize == initialize)
 
 
 def test_install_and_uninstall():
-    assert output("-c", INSTALLING, AMPCTX_APEX="0") == "No module named 'apex'\nTrue\n"
+    """All modules are imported without a word. Afterwards the banner is ampctx's."""
+    lines = output("-c", INSTALLING, AMPCTX_APEX="0").splitlines()
+    assert lines == ["ampctx: O3: float16 model, no masters, loss scale 1", "No module named 'apex'", "True"]
 
 
 # --- a whole program --------------------------------------------------------------------------------------------------
@@ -160,9 +163,9 @@ def epochs(done):
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
-    lines = epochs(python(*RUN, DIGITS, "--opt-level", level, "--sync-bn", cwd=tmp_path))
-    assert [n for n, _, _ in lines] == [1, 2, 3, 4, 5]
-    assert lines[-1][1] > 96
+    lines = epochs(python(*RUN, DIGITS, "--opt-level", level, "--sync-bn", "--epochs", "2", cwd=tmp_path))
+    assert [n for n, _, _ in lines] == [1, 2]
+    assert lines[-1][1] > 90
 
 
 @pytest.mark.full

@@ -17,11 +17,9 @@ from classy_vision.optim import SGD
 from classy_vision.tasks import ClassificationTask
 from classy_vision.tasks.classification_task import AmpType
 from classy_vision.trainer import LocalTrainer
-from training import FIRST_SCALE, batches, by_hand, loss_of, mlp, scale
+from training import FIRST_SCALE, LR, assert_the_second_is_skipped, batches, by_hand, loss_of, mlp, scale, sgd
 
 from ampctx import amp as library_amp
-
-LR = 0.1
 
 
 class Model(ClassyModel):
@@ -63,9 +61,9 @@ class Notes(ClassyHook):
 
 def task_of(data, larc=False):
     notes = Notes()
-    sgd = SGD(lr=LR, momentum=0.9, use_larc=larc, larc_config={"trust_coefficient": 0.02})
+    optimizer = SGD(lr=LR, momentum=0.9, use_larc=larc, larc_config={"trust_coefficient": 0.02})
     task = ClassificationTask().set_model(Model()).set_loss(Loss()).set_meters([]).set_num_epochs(1)
-    task.set_dataset(Data(data), "train").set_optimizer(sgd).set_hooks([notes]).set_use_gpu(False)
+    task.set_dataset(Data(data), "train").set_optimizer(optimizer).set_hooks([notes]).set_use_gpu(False)
     # What set_amp_args leaves on the task; it insists on a GPU.
     task.amp_args, task.amp_type = {"opt_level": "O1", "verbosity": 0}, AmpType.APEX
     return task, notes
@@ -90,10 +88,8 @@ OPTIONS = {"plain": {}, "clipping": {"max_norm": 0.05}, "accumulation": {"accumu
 def test_the_task_does_what_the_loop_does(larc, options):
     """LARC goes where an optimizer is expected: into ``initialize`` and ``scale_loss``."""
     expected, data = mlp(), batches(12)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9)
-    losses, after = by_hand(
-        expected, LARC(optimizer, trust_coefficient=0.02) if larc else optimizer, data, "O1", **options
-    )
+    optimizer = LARC(sgd(expected), trust_coefficient=0.02) if larc else sgd(expected)
+    losses, after = by_hand(expected, optimizer, data, "O1", **options)
     task, notes = task_of(data, larc)
     if "max_norm" in options:
         task.set_clip_grad_norm(options["max_norm"])
@@ -110,9 +106,7 @@ def test_the_task_does_what_the_loop_does(larc, options):
 def test_an_overflow_skips_the_step_and_halves_the_scale(larc):
     task, notes = task_of(batches_with_a_steep_one(), larc)
     LocalTrainer().train(task)
-    assert notes.scales == [FIRST_SCALE] + 3 * [FIRST_SCALE / 2]
-    assert all(torch.equal(a, b) for a, b in zip(notes.steps[0], notes.steps[1], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(notes.steps[1], notes.steps[2], strict=True))
+    assert_the_second_is_skipped(notes.scales, notes.steps)
 
 
 def test_the_state_of_a_task_has_the_scale():

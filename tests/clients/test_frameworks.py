@@ -6,18 +6,17 @@ from pathlib import Path
 import accelerate
 import lightning.pytorch as pl
 import pytest
-import timm
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
-from test_transformers import bert
+from test_timm import Plain, distance_from_fp32, images, train_as_timm, vision_model
+from test_transformers import ARGUMENTS, Notes, Recording, bert, sentences, train_by_hand
 from timm.optim import create_optimizer_v2
-from torch import nn
 from torch.utils.data import DataLoader
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 import ampctx
 from ampctx import AmpError, AmpValueError, amp
@@ -28,7 +27,6 @@ from ampctx.frameworks.transformers import AmpTrainer
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
-LR = 0.1
 # What changes the loop, and how the loop of training.py says it.
 OPTIONS = {"plain": {}, "clipping": {"max_norm": 0.05}, "accumulation": {"accumulate": 3}}
 QUIET = {"verbosity": 0}
@@ -41,10 +39,6 @@ def run_program(name, **given):
     names = {"__name__": name, **given}
     exec(compile(found[0], f"{PAGE.name}: {name}", "exec"), names)
     return names
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 
 
 def expected(level, data, **options):
@@ -82,7 +76,7 @@ WRAPPERS = {
 
 @on_levels
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=LR)], ids=["SGD", "FusedAdam"])
+@pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=0.1)], ids=["SGD", "FusedAdam"])
 def test_amp_takes_the_wrapper_for_the_optimizer(level, wrap, make):
     model = mlp()
     optimizer = make(model)
@@ -148,39 +142,25 @@ def fit(model, data, plugin, path=None, **options):
         **{"max_epochs": 1, **options},
     )
     # Many workers are recommended otherwise, and a warning is an error here.
-    loader = DataLoader(data, batch_size=None)
-    trainer.fit(model, loader, ckpt_path=path)
-    return trainer
+    trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=path)
 
 
-IN_LIGHTNING = {
-    "plain": {},
-    "clipping": {"gradient_clip_val": 0.05},
-    "accumulation": {"accumulate_grad_batches": 3},
-}
+IN_LIGHTNING = {"plain": {}, "clipping": {"gradient_clip_val": 0.05}, "accumulation": {"accumulate_grad_batches": 3}}
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*GPU available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*weights_only:UserWarning")
 class TestLightning:
     @on_levels
-    @pytest.mark.parametrize("options", OPTIONS)
-    def test_fit_does_what_the_loop_does(self, level, options):
-        data = batches(12)
-        model = Module()
+    @pytest.mark.parametrize(("options", "manual"), [*((name, False) for name in OPTIONS), ("plain", True)])
+    def test_fit_does_what_the_loop_does(self, level, options, manual):
+        data, model = batches(12), Module(manual)
         fit(model, data, AmpPrecision(level, verbosity=0), **IN_LIGHTNING[options])
         after = expected(level, data, **OPTIONS[options])
         assert_trained(model.after, after, exact=options != "accumulation")
         # The masters themselves, in fp32.
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert amp.state_dict() == {}
-
-    @on_levels
-    def test_manual_optimization(self, level):
-        data = batches(6)
-        model = Module(manual=True)
-        fit(model, data, AmpPrecision(level, verbosity=0))
-        assert_trained(model.after, expected(level, data))
 
     @on_levels
     def test_an_overflow_skips_the_step_and_a_run_resumes(self, tmp_path, level):
@@ -360,7 +340,7 @@ def test_accelerates_own_mixed_precision_is_refused():
         AmpAccelerator(cpu=True, mixed_precision="bf16")
 
 
-@pytest.mark.parametrize(("make", "told"), [(sgd, True), (lambda m: FusedAdam(m.parameters(), lr=LR), False)])
+@pytest.mark.parametrize(("make", "told"), [(sgd, True), (lambda m: FusedAdam(m.parameters(), lr=0.1), False)])
 def test_accelerate_with_our_scaler(make, told):
     """The CPU has no fp16 autocast in accelerate, but its scaler can be set as well."""
     accelerator = Accelerator(cpu=True)
@@ -386,49 +366,15 @@ def test_accelerate_with_our_scaler(make, told):
 # --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
 
 
-def sentences(count=24):
-    words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": (row[0] >= 25).long()} for row in words]
+class RecordingAmpTrainer(Recording, AmpTrainer):
+    pass
 
 
-class Notes(TrainerCallback):
-    def __init__(self):
-        self.scales, self.skipped = [], []
-
-    def on_step_end(self, args, state, control, optimizer, **kwargs):
-        self.scales.append(scale())
-        self.skipped.append(amp.outcome(optimizer.optimizer).skipped)
-
-
-class Recording(AmpTrainer):
-    """Notes what it trains on: the order is random."""
-
-    seen = ()
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        self.seen = (*self.seen, inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-def arguments_in(folder, **options):
-    given = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 0.1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(output_dir=str(folder), **{**given, **options})
-
-
-def trainer_of(folder, level, kind=Recording, optimizer_of=None, **options):
+def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_of=None, **options):
     model, notes, data = bert(), Notes(), sentences()
     trainer = kind(
         model,
-        arguments_in(folder, **options),
+        TrainingArguments(str(folder), **{**ARGUMENTS, **options}),
         train_dataset=data,
         eval_dataset=data,
         callbacks=[notes],
@@ -459,17 +405,9 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, options, kind):
     twin, _ = trainer_of(tmp_path, level, **options)
     # The schedule goes with the optimizer, and AmpTrainer initializes both.
     twin.create_optimizer_and_scheduler(num_training_steps=6)
-    model, optimizer = twin.model, twin.optimizer
-    model.train()
-    for inputs in trainer.seen:
-        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        ampctx.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-        optimizer.step()
-        twin.lr_scheduler.step()
-        model.zero_grad()
+    train_by_hand(twin.model, twin.optimizer, twin.lr_scheduler, trainer.seen, ampctx.clip_grad_norm_)
     amp.reset()
-    assert_same_weights(model, trained)
+    assert_same_weights(twin.model, trained)
 
 
 @on_levels
@@ -540,70 +478,23 @@ def test_the_trainers_own_mixed_precision_is_refused(tmp_path):
 # --- timm -------------------------------------------------------------------------------------------------------------
 
 
-def vision_model():
-    torch.manual_seed(0)
-    return timm.create_model("test_vit", num_classes=3, img_size=32)
-
-
-def images(count, overflow_at=None):
-    generator = torch.Generator().manual_seed(0)
-    found = [
-        (torch.randn(8, 3, 32, 32, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(count)
-    ]
-    if overflow_at is not None:
-        found[overflow_at][0][0] = torch.inf
-    return found
-
-
-def run_timm(model, optimizer, scaler, data, accumulate=1):
-    for i, (x, y) in enumerate(data, 1):
-        loss = nn.functional.cross_entropy(model(x).float(), y) / accumulate
-        need_update = i % accumulate == 0
-        scaler(loss, optimizer, clip_grad=0.5, parameters=model.parameters(), need_update=need_update)
-        if need_update:
-            optimizer.zero_grad()
-    return weights(model)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_levels
 def test_timm_with_the_levels(level, accumulate):
-    model = vision_model()
-    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, weight_decay=0.01)
-    start = weights(model)
-    plain = vision_model()
-    after = run_timm(
-        plain, create_optimizer_v2(plain, opt="sgd", lr=0.01, weight_decay=0.01), Unscaled(), images(4), accumulate
-    )
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0)
     scaler = AmpScaler()
-    run_timm(model, optimizer, scaler, images(4), accumulate)
+    distance = distance_from_fp32("test_vit", level, steps=4, clip_grad=0.5, accumulate=accumulate, scaler=scaler)
+    assert distance < 0.05
     assert scaler.state_dict()["loss_scaler0"]["unskipped"] == 4 / accumulate
-    amp.reset()  # the masters, and not what they round to
-    trained = weights(model)
-    way = torch.cat([(after[n] - start[n]).flatten() for n in after]).norm()
-    assert torch.cat([(trained[n] - after[n]).flatten() for n in after]).norm() / way < 0.05
-
-
-class Unscaled:
-    """timm's calls in fp32."""
-
-    def __call__(self, loss, optimizer, clip_grad, parameters, need_update):
-        loss.backward()
-        if need_update:
-            nn.utils.clip_grad_norm_(parameters, clip_grad)
-            optimizer.step()
 
 
 def test_timm_with_our_scaler():
     scaler = AutocastScaler("cpu")
-    model = vision_model()
+    model = vision_model("test_vit")
     optimizer = create_optimizer_v2(model, opt="adamw", lr=0.01)
-    run_timm(model, optimizer, scaler, images(1))
+    train_as_timm(model, optimizer, images(1), scaler, clip_grad=0.5)
     before = weights(model)
-    after = run_timm(model, optimizer, scaler, images(1, overflow_at=0))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    train_as_timm(model, optimizer, images(1, overflow_at=0), scaler, clip_grad=0.5)
+    assert_same_weights(model, before)
     assert scaler.state_dict()["scale"] == FIRST_SCALE / 2
 
 
@@ -619,11 +510,11 @@ NAMES_IN_TIMM = {
 @pytest.mark.parametrize(("name", "kind"), NAMES_IN_TIMM.items())
 def test_timms_factory_makes_our_optimizers(name, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # timm asks for a GPU
-    model = vision_model()
+    model = vision_model("test_vit")
     optimizer = create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
     assert isinstance(optimizer, kind)
     before = weights(model)
-    run_timm(model, optimizer, Unscaled(), images(1))
+    train_as_timm(model, optimizer, images(1), Plain(), clip_grad=0.5)
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if p.grad is not None)
 
 

@@ -3,13 +3,12 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+import training
 from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
 
 from ampctx import amp
-
-LR = 0.1
 
 
 class Module(pl.LightningModule):
@@ -33,7 +32,7 @@ class Module(pl.LightningModule):
         self.scales.append(scale())
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+        optimizer = sgd(self)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
 
@@ -72,37 +71,26 @@ def fit(model, data, level, **options):
 
 @on_levels
 @pytest.mark.parametrize(
-    ("options", "loop"),
+    ("kind", "options", "loop"),
     [
-        ({}, {}),
-        ({"gradient_clip_val": 0.05}, {"max_norm": 0.05}),
-        ({"accumulate_grad_batches": 3}, {"accumulate": 3}),
+        (Module, {}, {}),
+        (Module, {"gradient_clip_val": 0.05}, {"max_norm": 0.05}),
+        (Module, {"accumulate_grad_batches": 3}, {"accumulate": 3}),
+        (ManualModule, {}, {}),
     ],
-    ids=["plain", "clipping", "accumulation"],
+    ids=["plain", "clipping", "accumulation", "manual"],
 )
-def test_fit_does_what_the_loop_does(level, options, loop):
-    expected = mlp()
-    data = batches(12)
-    losses, after = by_hand(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level, **loop)
-    model = Module()
+def test_fit_does_what_the_loop_does(level, kind, options, loop):
+    expected, data, model = mlp(), batches(12), kind()
+    losses, after = by_hand(expected, sgd(expected), data, level, **loop)
     fit(model, data, level, **options)
     assert_same_weights(model.net, after)
     # Lightning shows the loss of a micro-batch divided by their number.
     assert model.losses == pytest.approx([loss / loop.get("accumulate", 1) for loss in losses])
 
 
-@on_levels
-def test_manual_optimization(level):
-    expected = mlp()
-    data = batches(12)
-    _, after = by_hand(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level)
-    model = ManualModule()
-    fit(model, data, level)
-    assert_same_weights(model.net, after)
-
-
 def halves(model):
-    return [torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9) for part in (model[:2], model[3])]
+    return [sgd(part) for part in (model[:2], model[3])]
 
 
 class TwoOptimizers(ManualModule):
@@ -144,9 +132,7 @@ def test_manual_optimization_with_two_optimizers(level, overflow_at):
 def test_an_overflow_skips_the_step_and_halves_the_scale(level):
     model = Module()
     fit(model, batches(4, overflow_at=1), level)
-    assert model.scales == [FIRST_SCALE] + 3 * [FIRST_SCALE / 2]
-    assert all(torch.equal(a, b) for a, b in zip(model.steps[0], model.steps[1], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(model.steps[1], model.steps[2], strict=True))
+    training.assert_the_second_is_skipped(model.scales, model.steps)
 
 
 def test_a_checkpoint_has_the_scale(tmp_path):

@@ -5,11 +5,9 @@ import torch
 from apex import amp
 from mmengine.model import BaseModel
 from mmengine.optim import ApexOptimWrapper, build_optim_wrapper
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
 
 from ampctx import amp as library_amp
-
-LR = 0.1
 
 
 class Model(BaseModel):
@@ -27,7 +25,7 @@ def wrapper_of(model, level, **options):
         "type": "ApexOptimWrapper",
         "opt_level": level,
         "verbosity": 0,
-        "optimizer": {"type": "SGD", "lr": LR, "momentum": 0.9},
+        "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9},
         **options,
     }
     wrapper = build_optim_wrapper(model, config)
@@ -52,12 +50,12 @@ def run(model, wrapper, data):
     ids=["plain", "clipping", "accumulation"],
 )
 def test_steps_do_what_the_loop_does(level, options, loop):
-    expected, data = Model(), batches(12)
-    sgd = torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9)
-    losses, after = by_hand(
-        expected, sgd, data, level, loss=lambda model, x, y: model(x, y, mode="loss")["loss"], **loop
-    )
-    model = Model()
+    expected, model, data = Model(), Model(), batches(12)
+
+    def loss(model, x, y):
+        return model(x, y, mode="loss")["loss"]
+
+    losses, after = by_hand(expected, sgd(expected), data, level, loss=loss, **loop)
     assert run(model, wrapper_of(model, level, **options), data) == pytest.approx(losses)
     assert_same_weights(model, after)
 

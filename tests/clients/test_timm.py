@@ -75,20 +75,16 @@ def train_as_timm(model, optimizer, data, scaler, clip_grad=None, clip_mode="nor
     return losses
 
 
-def train_plainly(model, optimizer, data, clip_grad=None, clip_mode="norm", accumulate=1):
-    """The same without mixed precision."""
-    model.train()
-    losses = []
-    for i, (x, y) in enumerate(data, 1):
-        loss = nn.functional.cross_entropy(model(x), y)
-        (loss / accumulate).backward()
-        losses.append(loss.item())
-        if i % accumulate == 0:
+class Plain:
+    """In the scaler's place: without mixed precision."""
+
+    def __call__(self, loss, optimizer, clip_grad, clip_mode, parameters, create_graph, need_update):
+        loss.backward()
+        if need_update:
             if clip_grad is not None:
-                dispatch_clip_grad(model.parameters(), clip_grad, mode=clip_mode)
+                # Of all that the optimizer steps, as by ApexScaler.
+                dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode=clip_mode)
             optimizer.step()
-            optimizer.zero_grad()
-    return losses
 
 
 def test_timm_finds_apex():
@@ -99,14 +95,14 @@ def flat(tensors):
     return torch.cat([t.detach().float().flatten() for t in tensors])
 
 
-def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1):
+def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1, scaler=None):
     """How far mixed precision ends from fp32, as a fraction of the way that training goes."""
     plain = vision_model(name)
     plain_optimizer = optimizer_for(plain, opt)
     start = flat(amp.master_params(plain_optimizer))
-    train_plainly(plain, plain_optimizer, images(steps), clip_grad, clip_mode, accumulate)
+    train_as_timm(plain, plain_optimizer, images(steps), Plain(), clip_grad, clip_mode, accumulate)
     model, optimizer = initialized(name, level, opt, loss_scale=1024.0)
-    train_as_timm(model, optimizer, images(steps), ApexScaler(), clip_grad, clip_mode, accumulate)
+    train_as_timm(model, optimizer, images(steps), scaler or ApexScaler(), clip_grad, clip_mode, accumulate)
     end = flat(amp.master_params(plain_optimizer))
     return ((flat(amp.master_params(optimizer)) - end).norm() / (end - start).norm()).item()
 

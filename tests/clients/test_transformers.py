@@ -70,14 +70,18 @@ def sentences_to_repeat(count=24):
     return [{"input_ids": sentence["input_ids"], "labels": sentence["input_ids"]} for sentence in sentences(count)]
 
 
-class RecordingTrainer(Trainer):
-    """Notes what it trains on: the order is random."""
+class Recording:
+    """A trainer notes what it trains on: the order is random."""
 
     seen = ()
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.seen = (*self.seen, inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+
+class RecordingTrainer(Recording, Trainer):
+    pass
 
 
 class Notes(TrainerCallback):
@@ -89,24 +93,33 @@ class Notes(TrainerCallback):
         self.scales.append(scale())
 
 
+ARGUMENTS = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 0.1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
 def trainer_of(folder, level, model, data, **options):
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        fp16=True,
-        half_precision_backend="apex",
-        fp16_opt_level=level,
-        per_device_train_batch_size=8,
-        num_train_epochs=2,
-        learning_rate=1e-3,
-        max_grad_norm=0.1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
-    notes = Notes()
+    of_apex = {"fp16": True, "half_precision_backend": "apex", "fp16_opt_level": level}
+    arguments, notes = TrainingArguments(str(folder), **ARGUMENTS, **of_apex, **options), Notes()
     return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[notes]), notes
+
+
+def train_by_hand(model, optimizer, scheduler, data, clip=torch.nn.utils.clip_grad_norm_):
+    model.train()
+    for inputs in data:
+        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        clip(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
 
 
 def test_transformers_finds_apex():
@@ -136,14 +149,7 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim)
     twin, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
     twin.create_optimizer_and_scheduler(num_training_steps=len(trainer.seen))
     model, optimizer = amp.initialize(twin.model, twin.optimizer, opt_level=level, verbosity=0)
-    model.train()
-    for inputs in trainer.seen:
-        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-        optimizer.step()
-        twin.lr_scheduler.step()
-        model.zero_grad()
+    train_by_hand(model, optimizer, twin.lr_scheduler, trainer.seen)
     assert_same_weights(model, trained)
 
 

@@ -12,10 +12,15 @@ from ampctx import amp
 Batch = tuple[Tensor, Tensor]
 on_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 FIRST_SCALE = 2.0**16
+LR = 0.1
 
 
 def mlp() -> nn.Sequential:
     return kit.mlp(width=16)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 
 
 def batches(count: int, overflow_at: int | None = None) -> list[Batch]:
@@ -73,6 +78,13 @@ def step_alike(optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]], st
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
             optimizer.step()
+
+
+def assert_the_second_is_skipped(scales: list[float], steps: list[list[Tensor]]) -> None:
+    """Scales and parameters after each of four steps, with an overflow in the second."""
+    assert scales == [FIRST_SCALE] + 3 * [FIRST_SCALE / 2]
+    assert all(torch.equal(a, b) for a, b in zip(steps[0], steps[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(steps[1], steps[2], strict=True))
 
 
 def scale() -> float:

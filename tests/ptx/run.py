@@ -35,7 +35,6 @@ SUITES = {
         "tests/test_foreach.py",
         "tests/test_multi_tensor_apply.py",
         "tests/apex/test_amp_C.py",
-        "tests/apex/test_amp_C_elementwise.py",
         "tests/apex/test_amp_C_steps.py",
         # Offloaded and split weights are stepped on a CPU, by the ops of the other files.
         "-k",

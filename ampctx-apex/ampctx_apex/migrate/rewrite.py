@@ -20,7 +20,7 @@ from libcst import metadata as meta
 from libcst.helpers import get_absolute_module_for_import, get_full_name_for_node
 
 from ampctx_apex.migrate.report import Finding, Status
-from ampctx_apex.names import NAMES
+from ampctx_apex.names import NAMES, Name
 from ampctx_apex.roots import MODULES
 
 # apex, and its compiled extensions.
@@ -43,40 +43,26 @@ _TEXT = m.SimpleString() | m.FormattedStringText()
 _MESSAGES = m.Raise() | m.Assert() | m.Call(func=_SHOWS | m.Attribute(attr=_SHOWS))
 
 
-class Entry(NamedTuple):
-    """What the table says of a name. ``name``: the row's own, which may be the start of the name that was asked for."""
-
-    name: str
-    status: str
-    target: str
-    note: str
-
-    @property
-    def is_served(self) -> bool:
-        return self.status in ("supported", "adapted")
-
-    @property
-    def moves(self) -> bool:
-        """Whether the name is in ampctx's public API. A module is not: its other names may be apex's alone."""
-        return self.is_served and self.target.startswith("ampctx.") and not is_module(self.name)
-
-
 def is_module(name: str) -> bool:
     path = os.path.join(MODULES, *name.split("."))
     return os.path.isdir(path) or os.path.exists(f"{path}.py")
 
 
-def row(name: str) -> Entry:
+def row(name: str) -> tuple[str, Name]:
+    """What the table says of a name, and the name of its row, which may be the start of the name."""
     # apex.__file__ asks about the module.
-    name = re.sub(r"\.__\w+$", "", name)
-    prefix = name
+    prefix = name = re.sub(r"\.__\w+$", "", name)
     while prefix and prefix not in NAMES and not is_module(prefix):
         prefix = prefix.rpartition(".")[0]
     # The names in modules have rows of their own. Attributes of classes, and of refused modules, may have none.
     if not prefix or (prefix != name and is_module(prefix)):
-        return Entry(name, "missing", "", "ampctx knows no such name of apex. Check the spelling, or replace it.")
-    entry = NAMES.get(prefix)
-    return Entry(prefix, entry.status, entry.target or "", entry.note) if entry else Entry(prefix, "supported", "", "")
+        return name, Name("missing", note="ampctx knows no such name of apex. Check the spelling, or replace it.")
+    return prefix, NAMES.get(prefix, Name("supported"))
+
+
+def moves(name: str, found: Name) -> bool:
+    """Whether the name is in ampctx's public API. A module is not: its other names may be apex's alone."""
+    return found.is_served and found.target.startswith("ampctx.") and not is_module(name)
 
 
 class NameUse(NamedTuple):
@@ -209,12 +195,12 @@ def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
         if name and binding.alias is not None:
             moved[binding.statement][binding.alias] = name
         for use in binding.uses:
-            found = row(use.name)
+            known, found = row(use.name)
             findings.append(source.finding(use.chain, use.name, _status_of(found, bool(name)), use.call))
             if name and binding.plain:
-                whole = cst.parse_expression(found.target + use.name.removeprefix(found.name))
+                whole = cst.parse_expression(found.target + use.name.removeprefix(known))
                 new[use.chain] = whole.with_changes(lpar=use.chain.lpar, rpar=use.chain.rpar)
-        own = _status_of(row(binding.imported.removesuffix(".*")), bool(name))
+        own = _status_of(row(binding.imported.removesuffix(".*"))[1], bool(name))
         if not binding.uses or (binding.plain and own[0] == "manual"):
             findings.append(source.finding(binding.alias or binding.statement, binding.imported, own))
     findings = sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column))
@@ -239,27 +225,28 @@ def _new_name(source: Source, binding: Binding) -> str:
     if binding.plain:
         group = [b for b in source.bindings if b.plain and b.target == root and b.scope is binding.scope]
         alone = {a.node for a in binding.scope[root]} <= {b.statement for b in group}
-        uses = [(use, row(use.name)) for b in group for use in b.uses]
-        alone &= all(use.certain and use.loads and found.moves for use, found in uses)
+        uses = [(use, *row(use.name)) for b in group for use in b.uses]
+        alone &= all(use.certain and use.loads and moves(known, found) for use, known, found in uses)
         others = (a for scope in source.scopes.values() if scope is not None for a in scope["ampctx"])
         free = all(isinstance(getattr(a, "node", None), cst.Import) for a in others)
-        if not (uses and alone and free and all(row(b.imported).is_served for b in group)):
+        if not (uses and alone and free and all(row(b.imported)[1].is_served for b in group)):
             return ""
         module = f"ampctx{binding.imported.removeprefix(root)}"
-        return module if any(found.target.startswith(f"{module}.") for _, found in uses) else "ampctx"
+        return module if any(found.target.startswith(f"{module}.") for _, _, found in uses) else "ampctx"
     if not all(use.loads for use in binding.uses):
         return ""
     names = set()
-    for found in [row(u.name) for u in binding.uses if not (u.tests and is_module(u.name))] or [row(binding.target)]:
+    used = [use.name for use in binding.uses if not (use.tests and is_module(use.name))]
+    for known, found in map(row, used or [binding.target]):
         # amp.initialize is ampctx.amp.initialize: so amp is ampctx.amp.
-        attributes = found.name.removeprefix(binding.target)
-        fits = found.moves and found.target.endswith(attributes)
+        attributes = known.removeprefix(binding.target)
+        fits = moves(known, found) and found.target.endswith(attributes)
         names.add(found.target.removesuffix(attributes) if fits else "")
     new = names.pop() if len(names) == 1 else ""
     return new if isinstance(binding.statement, cst.Import) or "." in new else ""
 
 
-def _status_of(found: Entry, moved: bool) -> tuple[Status, str]:
+def _status_of(found: Name, moved: bool) -> tuple[Status, str]:
     if not found.is_served:
         return "manual", found.note
     if not moved:
@@ -274,7 +261,7 @@ def _other_findings(source: Source) -> Iterator[Finding]:
         if not name:
             told = "manual", "The program computes the name of this import. Edit it by hand."
         elif isinstance(node, cst.Call):
-            told = _status_of(row(name), False)
+            told = _status_of(row(name)[1], False)
         elif is_key and name.partition(".")[0] in imported:
             told = "adapted", f"The import {_KEPT}"
         yield source.finding(node, name or "apex", told)

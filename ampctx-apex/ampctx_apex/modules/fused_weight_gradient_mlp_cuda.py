@@ -54,13 +54,7 @@ def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, main_grad: Tensor) ->
 
 @torch.no_grad()
 def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, main_grad: Tensor) -> None:
-    """``wgrad_gemm_accum_fp32`` for a ``main_grad`` of 16 bits, to which the sum is rounded once. No host sync.
-
-    Args:
-        input: [tokens.., in], fp16 or bf16. Zero tokens add nothing.
-        d_output: [tokens.., out], of the same dtype.
-        main_grad: [out, in], of the same dtype.
-    """
+    """``wgrad_gemm_accum_fp32`` for fp16 or bf16 alone, to which the sum in ``main_grad`` is rounded once."""
     op = "wgrad_gemm_accum_fp16"
     x, dy = _rows(op, input, d_output, main_grad, _LOW_PRECISION)
     check_tensor(op, "main_grad", main_grad, dtypes=(input.dtype,))

@@ -9,14 +9,10 @@ __version__ = _Distribution().version
 
 
 from . import amp, fp16_utils, normalization, optimizers
+from .amp._amp_state import _rank
 
 if torch.distributed.is_available():
     from . import parallel
-
-
-def _rank() -> int:
-    dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class DeprecatedFeatureWarning(FutureWarning):
@@ -37,17 +33,3 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     found = "cuDNN is not available" if version is None else f"this is {version}"
     warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or later, and {found}", stacklevel=2)
     return False
-
-
-__all__ = [
-    "DeprecatedFeatureWarning",
-    "amp",
-    "check_cudnn_version_and_warn",
-    "deprecated_warning",
-    "fp16_utils",
-    "normalization",
-    "optimizers",
-]
-
-if torch.distributed.is_available():
-    __all__ += ["parallel"]

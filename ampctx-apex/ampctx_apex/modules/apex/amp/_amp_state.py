@@ -15,7 +15,7 @@ from ampctx.spi import LossScale, session
 
 from .frontend import LiveOptions, Properties
 from .handle import Handle
-from .scaler import LossScaler
+from .scaler import LossScaler, delegated
 
 
 class _LossScalers(MutableSequence):
@@ -47,10 +47,6 @@ class _LossScalers(MutableSequence):
         return repr(list(self))
 
 
-def _of(owner: Any, name: str) -> Any:
-    return property(lambda self: getattr(owner, name), lambda self, value: setattr(owner, name, value))
-
-
 class AmpState:
     """apex's global state: the results of ``amp.initialize``, and settings that clients assign. Other attributes can be
     set freely."""
@@ -59,8 +55,9 @@ class AmpState:
         self._properties: Properties | None = None
         self._handle: Handle | None = None
 
-    verbosity = _of(session, "verbosity")
-    allow_incoming_model_not_fp32 = _of(session, "allow_incoming_model_not_fp32")
+    _session = session
+    verbosity = delegated("_session", "verbosity")
+    allow_incoming_model_not_fp32 = delegated("_session", "allow_incoming_model_not_fp32")
 
     @property
     def _amp_state(self) -> AmpState:
@@ -108,11 +105,14 @@ def warn_or_err(msg: str) -> None:
     raise AmpError(msg)
 
 
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
-    dist = torch.distributed
-    elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    if session.verbosity > 0 and not elsewhere:
+    if session.verbosity > 0 and not (rank0 and _rank()):
         print(msg)
 
 

@@ -28,37 +28,29 @@ Groups = list[list[Tensor]]
 ModelOf = Mapping[Tensor, Tensor]
 
 
-def _fp16(groups: Groups, model_of: ModelOf) -> Groups:
-    return [[model_of[p] for p in group if p in model_of] for group in groups]
+def _by_group(chosen: Callable[[Tensor, ModelOf], Tensor | None]) -> Callable[[Groups, ModelOf], Groups]:
+    return lambda groups, model_of: [[t for p in g if (t := chosen(p, model_of)) is not None] for g in groups]
 
 
-def _fp32_from_fp16(groups: Groups, model_of: ModelOf) -> Groups:
-    return [[p for p in group if p in model_of] for group in groups]
-
-
-def _fp32_from_fp32(groups: Groups, model_of: ModelOf) -> Groups:
-    return [[p for p in group if p not in model_of and p.requires_grad] for group in groups]
-
-
-def _flat(lists: Callable[[Groups, ModelOf], Groups]) -> Callable[[Groups, ModelOf], list[Tensor]]:
-    return lambda groups, model_of: [p for group in lists(groups, model_of) for p in group]
-
-
-def _of_dtype(low: bool) -> Callable[[Groups, ModelOf], list[Tensor]]:
-    return lambda groups, _: [p for group in groups for p in group if (p.dtype in LOW_PRECISION) == low]
+def _flat(chosen: Callable[[Tensor, ModelOf], Tensor | None]) -> Callable[[Groups, ModelOf], list[Tensor]]:
+    return lambda groups, model_of: [t for group in _by_group(chosen)(groups, model_of) for t in group]
 
 
 # apex's lists of an optimizer's parameters: those with a master, their masters in the same order, and the trainable
 # rest; by param group and in a row. bfloat16 counts as fp16.
-WITH_MASTERS: Mapping[str, Callable[[Groups, ModelOf], Any]] = {
-    "fp16_groups": _fp16,
-    "fp32_from_fp16_groups": _fp32_from_fp16,
-    "fp32_from_fp32_groups": _fp32_from_fp32,
-    "all_fp16_params": _flat(_fp16),
-    "all_fp32_from_fp16_params": _flat(_fp32_from_fp16),
-    "all_fp32_from_fp32_params": _flat(_fp32_from_fp32),
+_CHOSEN: Mapping[str, Callable[[Tensor, ModelOf], Tensor | None]] = {
+    "fp16": lambda p, model_of: model_of.get(p),
+    "fp32_from_fp16": lambda p, model_of: p if p in model_of else None,
+    "fp32_from_fp32": lambda p, model_of: p if p not in model_of and p.requires_grad else None,
 }
-_WITHOUT = {"all_fp16_params": _of_dtype(True), "all_fp32_params": _of_dtype(False)}
+WITH_MASTERS: Mapping[str, Callable[[Groups, ModelOf], Any]] = {
+    **{f"{name}_groups": _by_group(chosen) for name, chosen in _CHOSEN.items()},
+    **{f"all_{name}_params": _flat(chosen) for name, chosen in _CHOSEN.items()},
+}
+_WITHOUT = {
+    "all_fp16_params": _flat(lambda p, _: p if p.dtype in LOW_PRECISION else None),
+    "all_fp32_params": _flat(lambda p, _: None if p.dtype in LOW_PRECISION else p),
+}
 
 
 class AmpOptimizerState:

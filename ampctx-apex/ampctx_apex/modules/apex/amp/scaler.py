@@ -20,6 +20,13 @@ def _present(*lists: Iterable[Tensor | None]) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in lists]
 
 
+def delegated(to: str, name: str) -> Any:
+    """An attribute that is ``name`` of the object in the attribute ``to``."""
+    return property(
+        lambda self: getattr(getattr(self, to), name), lambda self, value: setattr(getattr(self, to), name, value)
+    )
+
+
 class LossScaler:
     """A loss scale with apex's interface: one of the session's (``_amp_state.loss_scalers``), or a scale of its own.
 
@@ -103,9 +110,7 @@ class LossScaler:
     _loss_scale = property(loss_scale, lambda self, value: self._of.set(value))
     _unskipped = property(lambda self: self._of.unskipped(), lambda self, value: self._of.set_unskipped(value))
 
-    _scale_seq_len = property(
-        lambda self: self._of.growth_interval, lambda self, value: setattr(self._of, "growth_interval", value)
-    )
+    _scale_seq_len = delegated("_of", "growth_interval")
 
     @property
     def _min_loss_scale(self) -> float | None:
@@ -271,3 +276,6 @@ class LossScaler:
         self._loss_scale = state.pop("_loss_scale")
         for name, value in state.items():
             setattr(self, name, value)
+
+
+__all__ = ["LossScaler"]

@@ -13,18 +13,3 @@ from .fp16util import (
     tofp16,
 )
 from .loss_scaler import DynamicLossScaler, LossScaler
-
-__all__ = [
-    "BN_convert_float",
-    "DynamicLossScaler",
-    "FP16_Optimizer",
-    "LossScaler",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]

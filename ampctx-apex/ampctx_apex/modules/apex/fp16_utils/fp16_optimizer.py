@@ -15,17 +15,10 @@ from ampctx import AmpError, AmpKeyError, AmpTypeError, clip_grad_norm_
 from ampctx.spi import MasterParams, check_scale
 
 from ..amp._stash import WITH_MASTERS, Groups
-from ..amp.scaler import LossScaler
+from ..amp.scaler import LossScaler, delegated
 from .fp16util import _grads_of_pairs
 
 logger = logging.getLogger("ampctx")
-
-
-def delegated(to: str, name: str) -> Any:
-    """An attribute that is ``name`` of the object in the attribute ``to``."""
-    return property(
-        lambda self: getattr(getattr(self, to), name), lambda self, value: setattr(getattr(self, to), name, value)
-    )
 
 
 def _scaler_from(saved: Any, dynamic: bool) -> LossScaler:

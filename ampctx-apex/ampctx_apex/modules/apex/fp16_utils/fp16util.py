@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from ampctx_apex.checkpoints import split
 from torch import Tensor, nn
 
 # Private by name: see ampctx.casts.casting.
@@ -54,21 +55,10 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().float().reshape(-1) for t in tensors])
 
 
-def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the 1-D ``flat`` in the shapes of ``like``."""
-    sizes = [t.numel() for t in like]
-    if sum(sizes) != flat.numel():
-        raise AmpValueError(f"the flat master has {flat.numel()} elements, model_params have {sum(sizes)}")
-    return [part.reshape(t.shape) for part, t in zip(flat.split(sizes), like, strict=True)]
-
-
-def _check_flat(master_params: Sequence[Tensor]) -> None:
-    if len(master_params) != 1:
+def _check(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool) -> None:
+    if flat_master and len(master_params) != 1:
         raise AmpValueError(f"flat_master=True expects one master, master_params has {len(master_params)}")
-
-
-def _check_pairs(model_params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
-    if len(model_params) != len(master_params):
+    if not flat_master and len(model_params) != len(master_params):
         raise AmpValueError(f"model_params has {len(model_params)} tensors, master_params has {len(master_params)}")
 
 
@@ -115,15 +105,14 @@ def model_grads_to_master_grads(
 
     A parameter without a gradient leaves its master without one; in a flat master, with zeros.
     """
+    _check(model_params, master_params, flat_master)
     if flat_master:
-        _check_flat(master_params)
         master = master_params[0]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         if master.grad is None:
             master.grad = torch.empty_like(master)
-        foreach.scale(grads, _unflat(master.grad, model_params), FoundInf(), 1.0)
+        foreach.scale(grads, split(master.grad, model_params, "master_params[0]"), FoundInf(), 1.0)
         return
-    _check_pairs(model_params, master_params)
     foreach.scale(*_grads_of_pairs(zip(model_params, master_params, strict=True)), FoundInf(), 1.0)
 
 
@@ -132,12 +121,10 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Copies the masters' values to the model, rounded to nearest even. No host sync."""
+    _check(model_params, master_params, flat_master)
+    sources = [master.detach() for master in master_params]
     if flat_master:
-        _check_flat(master_params)
-        sources: Sequence[Tensor] = _unflat(master_params[0].detach(), model_params)
-    else:
-        _check_pairs(model_params, master_params)
-        sources = [master.detach() for master in master_params]
+        sources = split(sources[0], model_params, "master_params[0]")
     foreach.scale(sources, [p.detach() for p in model_params], FoundInf(), 1.0)
 
 

@@ -31,6 +31,3 @@ def _add_kernels() -> None:
 
 
 _add_kernels()
-
-
-__all__ = ["FP16_Optimizer"]

@@ -2,11 +2,3 @@
 
 from .distributed import DistributedDataParallel, Reducer
 from .optimized_sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-
-__all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-]

@@ -13,6 +13,7 @@ from ampctx.foreach import FoundInf
 from ampctx.spi import check_scale
 
 from ...amp._stash import Groups
+from ...amp.scaler import delegated
 from ...fp16_utils import fp16_optimizer
 from ...fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -39,11 +40,11 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
 
     __module__ = __package__
 
-    cur_scale = fp16_optimizer.delegated("loss_scaler", "cur_scale")
-    cur_iter = fp16_optimizer.delegated("loss_scaler", "cur_iter")
-    last_overflow_iter = fp16_optimizer.delegated("loss_scaler", "last_overflow_iter")
-    scale_factor = fp16_optimizer.delegated("loss_scaler", "scale_factor")
-    scale_window = fp16_optimizer.delegated("loss_scaler", "scale_window")
+    cur_scale = delegated("loss_scaler", "cur_scale")
+    cur_iter = delegated("loss_scaler", "cur_iter")
+    last_overflow_iter = delegated("loss_scaler", "last_overflow_iter")
+    scale_factor = delegated("loss_scaler", "scale_factor")
+    scale_window = delegated("loss_scaler", "scale_window")
 
     # Without a getter: what apex's class has not, though that of fp16_utils has. Programs ask for it with hasattr.
     update_master_grads: Any = property()
