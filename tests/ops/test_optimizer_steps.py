@@ -263,10 +263,11 @@ def test_step_counts(backend, optimizer):
     assert [s.item() for s in call["steps"]] == [2, 9, 3, 2, 5, 1002, 3]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
 def test_threads_do_not_change_the_result(backend, optimizer):
     sizes = [100_003, 5, 70_001] if backend.name == "cpu" else [3_001, 5]
     how = {"param": torch.bfloat16, "write_back": "stochastic"}
+    how |= {"state": "8bit", "stochastic_state": True} if optimizer is ADAM else {}
     first, *others = with_threads(lambda: make_call(backend, optimizer, sizes, **how).run(backend), (1, 2, 2))
     for other in others:
         first.assert_same(other)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
-from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, _offload
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, _offload
 
 OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
 
@@ -256,12 +256,6 @@ def test_amp_counts_a_skip_and_names_its_gradients():
 def test_options_that_do_not_fit_are_refused(name, options, match):
     with pytest.raises(ampctx.AmpValueError, match=match):
         BY_NAME[name](parameters(), **options)
-
-
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-def test_steps_by_norms_do_not_have_it(kind):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'offload'"):
-        kind(parameters(), offload="cpu")
 
 
 def test_larc_refuses_it():

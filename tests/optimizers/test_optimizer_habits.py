@@ -423,17 +423,6 @@ def test_errors(cls, options, kind, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"lr": -1.0}, "Invalid learning rate"), ({"betas": (2.0, 0.9)}, "Invalid beta")]
-)
-def test_a_group_with_an_option_that_cannot_be_used_is_not_added(options, message):
-    optimizer = FusedAdam(parameters())
-    with pytest.raises(AmpValueError, match=message):
-        optimizer.add_param_group({"params": parameters(), **options})
-    assert len(optimizer.param_groups) == 1
-    run(optimizer, 1)
-
-
-@pytest.mark.parametrize(
     ("argument", "advice"),
     [
         ("grads", "put the gradients into .grad"),

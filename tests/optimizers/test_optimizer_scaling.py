@@ -37,22 +37,6 @@ FLAGS = {
 # --- found_inf and grad_scale -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_skipped_step_changes_no_bit(name, mode):
-    optimizer = make(name, mode)
-    run(optimizer, 2)
-    before = snapshot(optimizer)
-    optimizer.found_inf = torch.tensor(1.0)
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad.fill_(float("inf"))
-    optimizer.step()
-    del optimizer.found_inf
-    assert_same(before, snapshot(optimizer))
-    run(optimizer, 1, first=2)
-    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3
-
-
 @pytest.mark.parametrize(("flag", "skips"), FLAGS.values(), ids=FLAGS)
 def test_every_flag_that_is_not_0_skips(flag, skips):
     optimizer, plain = make("adam", "fp32"), make("adam", "fp32")
