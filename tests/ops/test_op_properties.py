@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = os.environ.get("AMPCTX_HYPOTHESIS_EXAMPLES")
 examples = settings(
-    max_examples=int(EXAMPLES or 60),
+    max_examples=int(EXAMPLES or 40),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,

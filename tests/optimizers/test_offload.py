@@ -10,9 +10,7 @@ import torch
 from host_reads import OpCalls
 from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
 from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
-from rank_processes import flat_mesh, on_ranks
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
@@ -283,13 +281,6 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     with pytest.raises(ampctx.AmpValueError, match=f"needs {14 * 2**45 + 10 * 2**10 + 8:,} bytes"):
         optimizer.add_param_group({"params": [many]})
     assert params_of(optimizer) == [few]
-
-
-@on_ranks(1)
-def test_a_dtensor_is_refused():
-    p = nn.Parameter(distribute_tensor(torch.ones(4), flat_mesh(), [Shard(0)]))
-    with pytest.raises(ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"):
-        FusedAdam([p], offload="cpu")
 
 
 def test_a_compiled_step_leaves_the_graph():

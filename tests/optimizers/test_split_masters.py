@@ -9,9 +9,7 @@ import pytest
 import torch
 from kit import INF, assert_same, batch, each_copy, params_of, start, through_a_file, train
 from optimizer_cases import give, gradients, parameters
-from rank_processes import flat_mesh, on_ranks
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.optimizers import FusedAdam, SplitMasters
@@ -289,13 +287,6 @@ def test_fp16_is_refused_by_name():
     with pytest.raises(ampctx.AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is torch.float16"):
         optimizer.add_param_group({"params": half})
     assert params_of(optimizer) == low
-
-
-@on_ranks(1)
-def test_a_dtensor_is_refused():
-    p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), flat_mesh(), [Shard(0)]))
-    with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
-        SplitMasters(torch.optim.NAdam, [p])
 
 
 def test_a_sparse_gradient_changes_nothing():
