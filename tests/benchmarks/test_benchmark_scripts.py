@@ -237,11 +237,7 @@ def test_models_have_their_sizes(name, tensors, elements):
         (tail, "--csv no/such/folder/tail.csv", "--csv: there is no directory"),
         (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
         (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
-        (
-            tail,
-            "--optimizer FusedSGD --against optimi",
-            "--against: optimi stands beside FusedAdam alone",
-        ),
+        (tail, "--optimizer FusedSGD --against optimi", "--against: optimi stands beside FusedAdam alone"),
         (tail, "--against torch-fused,torch-fused", "names one of them twice"),
         (tail, "--against apex", "--against: apex with its compiled amp_C is not installed here"),
         (

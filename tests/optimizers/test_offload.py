@@ -147,7 +147,7 @@ def test_a_copy_goes_on_by_itself(copied):
     assert twin._offload is not offloaded._offload
 
 
-# --- under amp and a GradScaler, for 100 steps ------------------------------------------------------------------------
+# --- under amp and a GradScaler, for 40 steps -------------------------------------------------------------------------
 
 
 def network():
@@ -220,11 +220,11 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_100_steps_are_the_same(loop):
-    resident, offloaded = (LOOPS[loop](offload, 100) for offload in (None, "cpu"))
+def test_40_steps_are_the_same(loop):
+    resident, offloaded = (LOOPS[loop](offload, 40) for offload in (None, "cpu"))
     assert_same(offloaded, resident)
     if loop.startswith("O"):
-        assert resident[-1] == 9
+        assert resident[-1] == 4
 
 
 def test_amp_counts_a_skip_and_names_its_gradients():
@@ -318,21 +318,11 @@ def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step()
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype):
     """Codes and random bits, too: these belong to the parameter, wherever its op call is made."""
-
-    def trained(**options):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(n, 64).bfloat16()) for n in (3, 70, 64)]
-        what = {"state_dtype": state_dtype, "min_8bit_size": 0, "master_weights": "split", "seed": 3}
-        optimizer = FusedAdam(params, lr=0.01, **what, **options)
-        for step in range(4):
-            for i, p in enumerate(params):
-                p.grad = torch.full_like(p, 0.1 * (i + 1) * (-1) ** step)
-            optimizer.step()
-        saved = optimizer.state_dict()
-        resumed = FusedAdam([nn.Parameter(p.detach().clone()) for p in params], lr=0.01, **what, **options)
-        resumed.load_state_dict(saved)
-        again = resumed.state_dict()["state"]
-        return [p.detach() for p in params], saved["state"], again
-
-    for found, expected in zip(trained(offload="cpu"), trained(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    options = {"state_dtype": state_dtype, "min_8bit_size": 0, "seed": 3, "amsgrad": False}
+    both, resumed = pair("adam", **options), pair("adam", **options)
+    for step in range(4):
+        step_both(both, step)
+    assert_alike(both)
+    for optimizer, saver in zip(resumed, both, strict=True):
+        optimizer.load_state_dict(saver.state_dict())
+        assert_same(optimizer.state_dict()["state"], saver.state_dict()["state"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from optimizer_cases import (
     DTYPES,
     SHAPES,
     STATE,
-    give,
-    gradients,
     like,
     parameters,
     run,
@@ -25,14 +24,7 @@ from optimizer_cases import (
 from torch import nn
 
 from ampctx._errors import AmpKeyError, AmpValueError
-from ampctx.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-    SplitMasters,
-)
+from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD, SplitMasters
 
 KINDS = {
     **{dtype: (DTYPES[dtype], {}) for dtype in DTYPES},
@@ -240,10 +232,12 @@ def test_state_that_the_write_back_has_no_use_for_is_left_out():
         run(plain, 1)
 
 
-def test_unknown_state_is_carried_along():
+def test_unknown_state_is_carried_along_and_named(caplog):
     optimizer = BY_NAME["adam"](parameters())
     run(optimizer, 1)
     checkpoint = optimizer.state_dict()
+    optimizer.load_state_dict(checkpoint)
+    assert caplog.text == ""
     checkpoint["state"] = {**checkpoint["state"], "note": 5}
     checkpoint["state"][0]["flag"] = torch.tensor([1, 2])
     checkpoint["state"][0]["word"] = "x"
@@ -253,6 +247,7 @@ def test_unknown_state_is_carried_along():
     state = resumed.state[params_of(resumed)[0]]
     assert resumed.state["note"] == 5
     assert (state["flag"].tolist(), state["word"], "absent" in state) == ([1, 2], "x", False)
+    assert re.search(r"FusedAdam: the state of .* has flag.*, which no step reads", caplog.text), caplog.text
 
 
 def test_hooks_see_whole_checkpoints_and_fp32_state():
@@ -403,6 +398,5 @@ def test_state_of_old_checkpoints_without_counts_begins_at_0():
     p = params_of(optimizer)[0]
     checkpoint["state"] = {0: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}}
     optimizer.load_state_dict(checkpoint)
-    give(params_of(optimizer), gradients(params_of(optimizer), 0))
-    optimizer.step()
+    run(optimizer, 1)
     assert optimizer.state[p]["step"] == 1

@@ -167,16 +167,3 @@ def test_fp64_parameters_are_stepped_in_fp64(name):
     torch.testing.assert_close([p.detach() for p in ours], exact.params, rtol=tolerance, atol=tolerance)
     state = optimizer.state[ours[0]]
     assert all(t.dtype == torch.float64 for t in state.values() if t.shape == ours[0].shape)
-
-
-def test_steps_are_counted_by_parameter():
-    """A parameter that joins late gets the bias correction of its own first step."""
-    start, late = parameters(shapes=[(4,), (4,)])
-    optimizer = FusedAdam([start, late], lr=0.1, eps=0.0)
-    for i in range(5):
-        give([start, late], [torch.ones(4), torch.ones(4) if i == 4 else None])
-        before = late.detach().clone()
-        optimizer.step()
-    assert optimizer.state[start]["step"] == 5
-    assert optimizer.state[late]["step"] == 1
-    torch.testing.assert_close(late.detach(), before - 0.1)
