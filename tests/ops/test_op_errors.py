@@ -15,8 +15,8 @@ from optimizer_calls import (
     MOMENTUM,
     NOVOGRAD,
     SGD,
-    STEP_OPS,
     make_call,
+    on_all,
     on_optimizers,
 )
 
@@ -283,7 +283,6 @@ def test_optimizer_steps(backend, row):
     call.assert_same(before)
 
 
-on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 SCALAR_ERRORS = {
     "flag-dtype": ({"found_inf": (1, F64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
     "flag-elements": ({"found_inf": (2, F32)}, "found_inf has 2 elements, expected 1"),
@@ -352,18 +351,16 @@ def on_meta(name, first):
 
 
 def test_lists_on_two_devices(mixed_devices):
-    call, flag, one = mixed_devices.multi_tensor_scale.default, t(()), t(())
-    meta = t(2, device="meta")
-    with pytest.raises(RuntimeError, match=on_meta("src[1]", "src[0]")):
-        call([t(2), meta], [t(2), t(2)], flag, one)
-    with pytest.raises(RuntimeError, match=on_meta("dst[0]", "src[0]")):
-        call([t(2)], [meta], flag, one)
-    with pytest.raises(RuntimeError, match=on_meta("found_inf", "src[0]")):
-        call([t(2)], [t(2)], t((), device="meta"), one)
-    with pytest.raises(RuntimeError, match=on_meta("scale", "src[0]")):
-        call([t(2)], [t(2)], flag, t((), device="meta"))
-    with pytest.raises(RuntimeError, match=on_meta("scale", "found_inf")):
-        call([], [], flag, t((), device="meta"))
+    one, there, meta = t(()), t((), device="meta"), t(2, device="meta")
+    for name, first, *given in (
+        ("src[1]", "src[0]", [t(2), meta], [t(2), t(2)], one, one),
+        ("dst[0]", "src[0]", [t(2)], [meta], one, one),
+        ("found_inf", "src[0]", [t(2)], [t(2)], there, one),
+        ("scale", "src[0]", [t(2)], [t(2)], one, there),
+        ("scale", "found_inf", [], [], one, there),
+    ):
+        with pytest.raises(RuntimeError, match=on_meta(name, first)):
+            mixed_devices.multi_tensor_scale.default(*given)
 
 
 @on_optimizers
@@ -403,17 +400,21 @@ def test_update_scale_on_two_devices(mixed_devices):
 def test_lists_on_cpu_and_cuda():
     cpu, cuda, one = [t(2)], [t(2, device="cuda")], t(())
     flags = {"cpu": t(()), "cuda": t((), device="cuda")}
-    call = COMPILED.ops.multi_tensor_scale.default
-    with pytest.raises(RuntimeError, match=re.escape("dst[0] is on cpu, src[0] is on cuda:0")):
-        call(cuda, cpu, flags["cuda"], one)
-    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cpu, src[0] is on cuda:0")):
-        call(cuda, cuda, flags["cpu"], one)
-    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cuda:0, src[0] is on cpu")):
-        call(cpu, cpu, flags["cuda"], one)
-    with pytest.raises(RuntimeError, match=re.escape("scale is on cuda:0, src[0] is on cpu")):
-        call(cpu, cpu, flags["cpu"], flags["cuda"])
-    with pytest.raises(RuntimeError, match="scale has dtype torch.float64, expected float32 on cuda:0"):
-        call(cuda, cuda, flags["cuda"], t((), device="cuda", dtype=F64))
+    for message, *given in (
+        ("dst[0] is on cpu, src[0] is on cuda:0", cuda, cpu, flags["cuda"], one),
+        ("found_inf is on cpu, src[0] is on cuda:0", cuda, cuda, flags["cpu"], one),
+        ("found_inf is on cuda:0, src[0] is on cpu", cpu, cpu, flags["cuda"], one),
+        ("scale is on cuda:0, src[0] is on cpu", cpu, cpu, flags["cpu"], flags["cuda"]),
+        (
+            "scale has dtype torch.float64, expected float32 on cuda:0",
+            cuda,
+            cuda,
+            flags["cuda"],
+            t((), dtype=F64).cuda(),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            COMPILED.ops.multi_tensor_scale.default(*given)
 
 
 def test_the_last_of_thousands_is_checked():

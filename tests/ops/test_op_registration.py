@@ -7,7 +7,7 @@ import pytest
 import torch
 from backends import COMPILED, FLOATS, PLAIN_OPS, right_call, short
 from emulation_build import generator
-from optimizer_calls import LARC, STEP_OPS, make_call
+from optimizer_calls import LARC, STEP_OPS, make_call, on_all
 
 from ampctx import optimizer_ops
 from ampctx.kernels import definitions, ops, steps
@@ -93,7 +93,7 @@ def test_version_counters(call):
     assert all(t._version == 0 for t in read)
 
 
-@pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
+@on_all
 @pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""

@@ -27,6 +27,7 @@ from optimizer_calls import (
     STEP_OPS,
     bits,
     make_call,
+    on_all,
     on_elementwise,
     on_kernels,
     on_optimizers,
@@ -37,7 +38,6 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
-on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 
 
 def result(call):
