@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from kit import assert_same, backward, same, start
-from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, parameters, with_masters
+from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, masters_of, parameters, with_masters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,8 +86,7 @@ def test_a_step_uses_every_bit_of_the_gradient(name, kind, how):
             for p in () if has_masters else plain:
                 p.copy_(p.to(dtype))
     if has_masters:
-        masters = [m.detach() for group in optimizer.param_groups_master for m in group["params"]]
-        assert_same(masters, [p.detach() for p in plain])
+        assert_same([m.detach() for m in masters_of(optimizer)], [p.detach() for p in plain])
     assert_same([p.detach() for p in params], [p.detach().to(dtype) for p in plain])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from host_reads import OpCalls
 from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
-from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, masters_of, parameters, run
 from torch import nn
 
 import ampctx
@@ -26,8 +26,7 @@ def small_calls(monkeypatch):
 
 
 def pair(name, mode="split", **more):
-    dtype, options = MODES[mode]
-    return [BY_NAME[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
+    return [make(name, mode, **more, offload=offload) for offload in (None, "cpu")]
 
 
 def step_both(optimizers, step, **attributes):
@@ -112,8 +111,7 @@ def test_fp32_weights_of_both_are_shown_as_masters():
     resident, offloaded = pair("adam")
     run(resident, 2)
     run(offloaded, 2)
-    ours, theirs = ([p for group in o.param_groups_master for p in group["params"]] for o in (offloaded, resident))
-    assert_same(ours, theirs)
+    assert_same(masters_of(offloaded), masters_of(resident))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "masters", "split"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import assert_same
-from optimizer_cases import BY_NAME, LOW, OWN_MASTERS, STATE, give, gradients, parameters, run, with_masters
+from optimizer_cases import BY_NAME, LOW, OWN_MASTERS, STATE, give, gradients, masters_of, parameters, run, with_masters
 from torch import nn
 
 from ampctx._errors import AmpValueError
@@ -14,10 +14,6 @@ from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _bas
 from ampctx.weights.store import follow
 
 BF16 = torch.bfloat16
-
-
-def masters_of(optimizer):
-    return [m for group in optimizer.param_groups_master for m in group["params"]]
 
 
 def beside_fp32(ours, optimizer, make, steps):
