@@ -93,9 +93,9 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: i
 
 
 def gradients(params: list, step: int, scale: float = 1.0) -> list[Tensor]:
-    """Contiguous gradients, whatever the layout of the parameters."""
+    """Contiguous gradients, whatever the layout of the parameters, and the same on each device."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in params]
+    return [(torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype) for p in params]
 
 
 def give(params: list, grads: list) -> None:

@@ -21,14 +21,11 @@ from ampctx.weights.pending import MasterParam, Pending, Place
 from ampctx.weights.step import Step
 
 FLAGS = {
-    "1": (torch.tensor(1.0), True),
     "2": (torch.tensor([2.0]), True),
-    "nan": (torch.tensor(float("nan")), True),
     "int32": (torch.tensor([1], dtype=torch.int32), True),
     "int64": (torch.tensor(3), True),
     "bool": (torch.tensor(True), True),
     "number": (1, True),
-    "0": (torch.tensor(0.0), False),
     "0-int32": (torch.zeros(1, dtype=torch.int32), False),
     "0-number": (0, False),
 }
