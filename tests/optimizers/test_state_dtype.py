@@ -328,17 +328,13 @@ def _edit(key, change):
 DAMAGES = {
     "no scales": (AmpKeyError, lambda s: s.pop("exp_avg_scales"), "has 'exp_avg_codes' without 'exp_avg_scales'"),
     "no codes": (AmpKeyError, lambda s: s.pop("exp_avg_sq_codes"), "'exp_avg_sq_scales' without 'exp_avg_sq_codes'"),
-    "nothing": (
-        AmpKeyError, lambda s: (s.pop("exp_avg_codes"), s.pop("exp_avg_scales")), "has no 'exp_avg', only",
-    ),
+    "nothing": (AmpKeyError, lambda s: (s.pop("exp_avg_codes"), s.pop("exp_avg_scales")), "has no 'exp_avg', only"),
     "both": (AmpKeyError, lambda s: s.update(exp_avg=torch.zeros(4, 128)), "has both 'exp_avg' and 'exp_avg_codes'"),
     "dtype": (
         AmpValueError, _edit("exp_avg_codes", lambda t: t.to(torch.uint8)), "of torch.uint8, expected torch.int8",
     ),
     "floats": (AmpValueError, _edit("exp_avg_codes", torch.Tensor.float), "of torch.float32, expected torch.int8"),
-    "shape": (
-        AmpValueError, _edit("exp_avg_codes", lambda t: t[:2]), re.escape("shape (4, 2), expected (2, 2)"),
-    ),
+    "shape": (AmpValueError, _edit("exp_avg_codes", lambda t: t[:2]), re.escape("shape (4, 2), expected (2, 2)")),
     "both shapes": (
         AmpValueError,
         lambda s: s.update(exp_avg_codes=s["exp_avg_codes"][:2], exp_avg_scales=s["exp_avg_scales"][:2]),
