@@ -7,6 +7,7 @@ has no such optimizer or option, that the formula makes in fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,33 +43,19 @@ class Case:
         return {"lr": 0.02, **({} if eps is None else {"eps": eps}), **self.options}
 
 
+def case(cls, kind, theirs=None, twin=True, **options):
+    return Case(cls, kind, options, partial(theirs, lr=0.02, **options) if theirs and twin else None)
+
+
 def adam(twin=True, adam_w=False, **options):
-    cls = torch.optim.AdamW if adam_w else torch.optim.Adam
-    with_torch = (lambda p: cls(p, **{"lr": 0.02, "weight_decay": 0.0, **options})) if twin else None
-    return Case(FusedAdam, "adam", {**options, "adam_w_mode": adam_w}, with_torch)
+    with_torch = partial(torch.optim.AdamW if adam_w else torch.optim.Adam, lr=0.02, **{"weight_decay": 0.0, **options})
+    return Case(FusedAdam, "adam", {**options, "adam_w_mode": adam_w}, with_torch if twin else None)
 
 
-def sgd(twin=True, **options):
-    return Case(FusedSGD, "sgd", options, (lambda p: torch.optim.SGD(p, lr=0.02, **options)) if twin else None)
-
-
-def adagrad(twin=True, **options):
-    with_torch = (lambda p: torch.optim.Adagrad(p, lr=0.02, **options)) if twin else None
-    return Case(FusedAdagrad, "adagrad", options, with_torch)
-
-
-def lion(**options):
-    return Case(FusedLion, "lion", options)
-
-
-def lamb(**options):
-    return Case(FusedLAMB, "lamb", options)
-
-
-def novograd(**options):
-    return Case(FusedNovoGrad, "novograd", options)
-
-
+sgd = partial(case, FusedSGD, "sgd", torch.optim.SGD)
+adagrad = partial(case, FusedAdagrad, "adagrad", torch.optim.Adagrad)
+lion, lamb = partial(case, FusedLion, "lion"), partial(case, FusedLAMB, "lamb")
+novograd = partial(case, FusedNovoGrad, "novograd")
 CASES = {
     "adam": adam(),
     "adam-decay": adam(weight_decay=0.1),
@@ -106,7 +93,7 @@ CASES = {
     "lamb-clipping-none": lamb(max_grad_norm=None),
     "lamb-loose-clipping": lamb(max_grad_norm=1e6),
     "lamb-maximize": lamb(maximize=True),
-    "mixed-lamb": Case(FusedMixedPrecisionLamb, "lamb", {"weight_decay": 0.1}),
+    "mixed-lamb": case(FusedMixedPrecisionLamb, "lamb", weight_decay=0.1),
     "novograd": novograd(),
     "novograd-decay": novograd(weight_decay=0.1),
     "novograd-inside": novograd(weight_decay=0.1, reg_inside_moment=True),
