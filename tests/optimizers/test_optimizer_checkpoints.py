@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -36,27 +37,23 @@ def test_loaded_state_is_fp32_in_the_layout_of_the_parameter_and_a_copy(name):
 
 # --- torch.optim ------------------------------------------------------------------------------------------------------
 
+ADAM = partial(FusedAdam, adam_w_mode=False)
 TWINS = {
-    "adam": (lambda p: FusedAdam(p, adam_w_mode=False), lambda p: torch.optim.Adam(p)),
-    "adam-amsgrad": (
-        lambda p: FusedAdam(p, adam_w_mode=False, amsgrad=True, weight_decay=0.1),
-        lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
-    ),
-    "adam-fused": (lambda p: FusedAdam(p, adam_w_mode=False), lambda p: torch.optim.Adam(p, fused=True)),
-    "adamw": (lambda p: FusedAdam(p, weight_decay=0.1), lambda p: torch.optim.AdamW(p, weight_decay=0.1)),
-    "sgd": (lambda p: FusedSGD(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
-    "sgd-dampening": (
-        lambda p: FusedSGD(p, lr=0.01, momentum=0.9, dampening=0.5),
-        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5),
-    ),
-    "adagrad": (lambda p: FusedAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, weight_decay=0.1)),
+    "adam": (ADAM, torch.optim.Adam, {}),
+    "adam-amsgrad": (ADAM, torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "adam-fused": (ADAM, partial(torch.optim.Adam, fused=True), {}),
+    "adamw": (FusedAdam, torch.optim.AdamW, {"weight_decay": 0.1}),
+    "sgd": (FusedSGD, torch.optim.SGD, {"lr": 0.01}),
+    "sgd-dampening": (FusedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}),
+    "adagrad": (FusedAdagrad, torch.optim.Adagrad, {"weight_decay": 0.1}),
 }
 
 
 @pytest.mark.parametrize("trained_by", ["torch", "ours"])
 @pytest.mark.parametrize("name", TWINS)
 def test_checkpoints_go_over_to_torch_and_back(name, trained_by):
-    ours, theirs = TWINS[name]
+    *kinds, options = TWINS[name]
+    ours, theirs = (partial(kind, **options) for kind in kinds)
     first, second = (theirs, ours) if trained_by == "torch" else (ours, theirs)
     # torch's fused kernels on the CPU (2.13) mix up gradients of another layout than the parameter's.
     trained = first(parameters(shapes=SHAPES[:5] if name == "adam-fused" else SHAPES))
