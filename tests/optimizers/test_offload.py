@@ -5,10 +5,12 @@ The parameters are on the CPU here, so that copies take the place of streams.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
+from kit import assert_same, backward, each_copy, params_of, snapshot, start, through_a_file
 from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, masters_of, parameters, run
 from torch import nn
 
@@ -164,13 +166,11 @@ def losses_of(model, steps):
 
 def by_amp(level, **options):
     def run_loop(offload, steps):
-        model, session = network(), AmpSession()
-        kept = {"O2": True, "O5": "split"}.get(level, False)
-        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=kept, offload=offload)
+        session, kept = AmpSession(), {"O2": True, "O5": "split"}.get(level, False)
+        make_it = partial(FusedAdam, lr=0.01, master_weights=kept, offload=offload)
+        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10}
+        model, optimizer = start(session, level, make_it, network(), **scale, **options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        session.initialize(
-            model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=2.0**10, verbosity=0, **options
-        )
         for losses in losses_of(model, steps):
             for i, loss in enumerate(losses):
                 backward(session, loss, optimizer, delay_unscale=i == 0)

@@ -15,15 +15,7 @@ import torch
 from formulas import Formula
 from optimizer_cases import give, gradients, parameters
 
-from ampctx.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from ampctx import optimizers
 
 STEPS = 100
 
@@ -49,13 +41,13 @@ def case(cls, kind, theirs=None, twin=True, **options):
 
 def adam(twin=True, adam_w=False, **options):
     with_torch = partial(torch.optim.AdamW if adam_w else torch.optim.Adam, lr=0.02, **{"weight_decay": 0.0, **options})
-    return Case(FusedAdam, "adam", {**options, "adam_w_mode": adam_w}, with_torch if twin else None)
+    return Case(optimizers.FusedAdam, "adam", {**options, "adam_w_mode": adam_w}, with_torch if twin else None)
 
 
-sgd = partial(case, FusedSGD, "sgd", torch.optim.SGD)
-adagrad = partial(case, FusedAdagrad, "adagrad", torch.optim.Adagrad)
-lion, lamb = partial(case, FusedLion, "lion"), partial(case, FusedLAMB, "lamb")
-novograd = partial(case, FusedNovoGrad, "novograd")
+sgd = partial(case, optimizers.FusedSGD, "sgd", torch.optim.SGD)
+adagrad = partial(case, optimizers.FusedAdagrad, "adagrad", torch.optim.Adagrad)
+lion, lamb = partial(case, optimizers.FusedLion, "lion"), partial(case, optimizers.FusedLAMB, "lamb")
+novograd = partial(case, optimizers.FusedNovoGrad, "novograd")
 CASES = {
     "adam": adam(),
     "adam-decay": adam(weight_decay=0.1),
@@ -93,7 +85,7 @@ CASES = {
     "lamb-clipping-none": lamb(max_grad_norm=None),
     "lamb-loose-clipping": lamb(max_grad_norm=1e6),
     "lamb-maximize": lamb(maximize=True),
-    "mixed-lamb": case(FusedMixedPrecisionLamb, "lamb", weight_decay=0.1),
+    "mixed-lamb": case(optimizers.FusedMixedPrecisionLamb, "lamb", weight_decay=0.1),
     "novograd": novograd(),
     "novograd-decay": novograd(weight_decay=0.1),
     "novograd-inside": novograd(weight_decay=0.1, reg_inside_moment=True),
