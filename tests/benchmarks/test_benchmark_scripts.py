@@ -229,8 +229,7 @@ def test_loop_stops_where_losses_part():
         ("efficientnet-b7", 711, 66_347_960),
         ("lora", 1100, 1100 * 4096),
         ("tiny161", 161, 312_622),
-        ("tiny5000", 5000, 10_220_200),
-        ("tiny20000", 20000, 40_778_497),
+        pytest.param("tiny20000", 20000, 40_778_497, marks=pytest.mark.full),
     ],
 )
 def test_models_have_their_sizes(name, tensors, elements):
@@ -245,11 +244,7 @@ def test_models_have_their_sizes(name, tensors, elements):
         (tail, "--csv no/such/folder/tail.csv", "--csv: there is no directory"),
         (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
         (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
-        (
-            tail,
-            "--optimizer FusedSGD --against optimi",
-            "--against: optimi stands beside FusedAdam alone",
-        ),
+        (tail, "--optimizer FusedSGD --against optimi", "--against: optimi stands beside FusedAdam alone"),
         (tail, "--against torch-fused,torch-fused", "names one of them twice"),
         (tail, "--against apex", "--against: apex with its compiled amp_C is not installed here"),
         (

@@ -192,6 +192,7 @@ def test_a_test_out_of_time_is_named(check, cases, monkeypatch):
     assert (found["status"], found["counts"]) == (TIMED_OUT, {"passed": 1, "timed out": 1})
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("code", "status"), [("def test_a(): pass", OK), ("import no_such_module", FAILED), ("", FAILED)]
 )
@@ -208,9 +209,12 @@ def test_each_test_of_a_gpu_is_in_a_folder_that_runs():
 # --- the exercise -----------------------------------------------------------------------------------------------------
 
 
-def test_the_exercise_runs_on_the_cpu(capsys):
+@pytest.mark.full(but=1)
+@pytest.mark.parametrize(("dtype", "checks"), [*zip(exercise.DTYPES[::-1], (2960, 2452, 1930), strict=True)], ids=str)
+def test_the_exercise_runs_on_the_cpu(dtype, checks, monkeypatch, capsys):
+    monkeypatch.setattr(exercise, "DTYPES", (dtype,))
     exercise.main(["--device", "cpu", "--tensors", "7"])
-    assert "exercise: 7 tensors on cpu: 7216 checks" in capsys.readouterr().out
+    assert f"exercise: 7 tensors on cpu: {checks} checks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [2, 7, 64, 2500])

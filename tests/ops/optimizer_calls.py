@@ -59,8 +59,9 @@ STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no s
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
+on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 # Tensors that take several launches of each kernel, or are many for another reason.
-MANY = {"cpu": 20_000, "cuda": 20_000, "reference": 300}
+MANY = {"cpu": 5_000, "cuda": 20_000, "reference": 300}
 MANY |= {"emulated": 5_000, "emulated-shuffled": 3_000, "emulated-256": 1_000}
 _NEVER_NEGATIVE = ("exp_avg_sqs", "max_exp_avg_sqs", "sums")
 
@@ -166,6 +167,8 @@ def _joined(p: Tensor, extra: Tensor, write_back: str) -> Tensor:
 # The lists of scales, by the state that they belong to.
 CODED = {state.name: state for spec in SPECS.values() for state in spec.coded}
 SCALES = {state.scales: [] for state in CODED.values()}
+# Those whose states may be codes.
+WITH_CODES = tuple(o for o in STEP_OPS if CODED.keys() >= {*o.states} != set())
 DEFAULTS = {"skips": [], "grad_norm": _factor(0.0), "max_norm": -1.0, "stochastic_state": False, **SCALES}
 DEFAULTS |= {"numbers": NO_NUMBERS}
 

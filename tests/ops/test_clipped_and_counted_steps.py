@@ -3,7 +3,7 @@ elements."""
 
 import pytest
 import torch
-from backends import EMULATED, SIZES
+from backends import EMULATED, REFERENCE, SIZES
 from optimizer_calls import ADAM, LAMB, NOVOGRAD, STEP_OPS, UNSCALING, make_call, on_optimizers
 
 from ampctx import optimizer_ops
@@ -79,16 +79,16 @@ def test_an_emulated_list_of_several_launches_counts_once():
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize("empty", [1, 300, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("empty", [1, 300, 3000])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
-def test_tensors_without_elements_are_counted(backend, reference, optimizer, empty):
-    call = make_call(backend, optimizer, [0] * empty + [5, 0])
-    expected = call.expected(times=2)
-    call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)
-    assert [t.item() for t in call["steps"]] == [t.item() for t in expected["steps"]]
-    alone = make_call(backend, optimizer, [0] * empty)
-    counts = [t.item() + 1 for t in alone["steps"]]
-    assert [t.item() for t in alone.run(backend)["steps"]] == counts
+def test_tensors_without_elements_are_counted(backend, optimizer, empty):
+    if backend is REFERENCE:
+        empty = min(empty, 300)
+    for sizes in ([0] * empty + [5, 0], [0] * empty):
+        call = make_call(backend, optimizer, sizes)
+        counts = [t.item() + 2 for t in call["steps"]]
+        call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)
+        assert [t.item() for t in call["steps"]] == counts
 
 
 def test_typed_calls():

@@ -58,31 +58,6 @@ def test_against_torch(backend, optimizer, options, kind, theirs, first, weight_
 # --- adagrad, adam ----------------------------------------------------------------------------------------------------
 
 
-def test_decoupled_weight_decay_of_adagrad(backend):
-    call = make_call(backend, ADAGRAD, SHAPES, adagrad_w_mode=True, weight_decay=0.2)
-    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
-    call.run(backend, inv_scale=0.5, lr=0.01)
-    for i, (g, w, h) in enumerate(zip(wide["grads"], wide["params"], wide["sums"], strict=True)):
-        h = h + (g * 0.5) ** 2
-        torch.testing.assert_close(call["sums"][i], h.float())
-        want = w - 0.01 * (g * 0.5 / (h.sqrt() + 1e-10) + 0.2 * w)
-        torch.testing.assert_close(call["params"][i], want.float())
-
-
-@pytest.mark.parametrize("adam_w_mode", [False, True], ids=["adam", "adamw"])
-def test_without_bias_correction(backend, adam_w_mode):
-    call = make_call(backend, ADAM, SHAPES, bias_correction=False, adam_w_mode=adam_w_mode)
-    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
-    call.run(backend, inv_scale=0.5, lr=0.01)
-    for i, (g, w, m, v) in enumerate(
-        zip(*(wide[name] for name in ("grads", "params", "exp_avgs", "exp_avg_sqs")), strict=True)
-    ):
-        g = g * 0.5 + (0 if adam_w_mode else 0.1 * w)
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        want = w - 0.01 * (m / (v.sqrt() + 1e-8) + (0.1 * w if adam_w_mode else 0))
-        torch.testing.assert_close(call["params"][i], want.float())
-
-
 def test_the_maximum_keeps_nan(backend):
     call = make_call(backend, AMSGRAD, [9, 3], counts=[4])
     call["max_exp_avg_sqs"][0].fill_(100.0)
@@ -114,22 +89,6 @@ def test_the_first_count_of_a_call_is_minus_one(backend, reference):
 # --- sgd, lion, muon --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "options"), SGD_FORMS.values(), ids=SGD_FORMS.keys())
-def test_weight_decay_after_momentum(backend, optimizer, options):
-    """The decay goes to what lr multiplies, and not into the buffer."""
-    call = make_call(backend, optimizer, SHAPES, wd_after_momentum=True, weight_decay=0.2, counts=[0, 3], **options)
-    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
-    call.run(backend, inv_scale=0.5, lr=0.01)
-    dampening, nesterov = call.options["dampening"], call.options["nesterov"]
-    for i, (g, w) in enumerate(zip(wide["grads"], wide["params"], strict=True)):
-        update = g = g * 0.5
-        if optimizer is MOMENTUM:
-            buffer = g if i % 2 == 0 else 0.9 * wide["momentum_buffers"][i] + (1 - dampening) * g
-            torch.testing.assert_close(call["momentum_buffers"][i], buffer.float())
-            update = g + 0.9 * buffer if nesterov else buffer
-        torch.testing.assert_close(call["params"][i], (w - 0.01 * (update + 0.2 * w)).float())
-
-
 def test_a_step_of_lion_by_hand(backend):
     call = make_call(backend, LION, [6], weight_decay=0.0)
     g = torch.tensor([0.0, 2.0, -2.0, float("inf"), float("-inf"), float("nan")])
@@ -144,35 +103,14 @@ def test_a_step_of_lion_by_hand(backend):
     torch.testing.assert_close(call["exp_avgs"][0].cpu(), kept, equal_nan=True)
 
 
-def test_decay_of_lion_is_of_the_weight_before(backend):
-    call = make_call(backend, LION, [3], weight_decay=0.5)
-    call["grads"][0].copy_(torch.tensor([1.0, -1.0, 0.0]))
-    call["params"][0].copy_(torch.tensor([2.0, 2.0, 2.0]))
-    call["exp_avgs"][0].zero_()
-    call.run(backend, inv_scale=1.0, lr=0.25)
-    assert call["params"][0].tolist() == [1.5, 2.0, 1.75]
-
-
-def test_a_step_of_muon_by_hand(backend):
-    call = make_call(backend, MUON, [4], momentum=0.75)
-    for name, values in (("grads", [4.0, -4.0, 0.0, 8.0]), ("momentum_buffers", [0.0, 4.0, 8.0, float("inf")])):
-        call[name][0].copy_(torch.tensor(values))
-    call.run(backend, inv_scale=0.5, lr=float("nan"))
-    # m + (g - m) / 4, then g + 3 (m - g) / 4; the params and lr of before are not read.
-    assert call["momentum_buffers"][0].tolist()[:3] == [0.5, 2.5, 6.0]
-    assert call["params"][0].tolist()[:3] == [0.875, 1.375, 4.5]
-    assert not call["params"][0][3].isfinite()
-    assert call["steps"][0].item() == 1
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.7, 0.95, 1.0])
 def test_muon_beside_torchs_lerp(backend, momentum, nesterov):
-    """torch rounds once less where its vector loops fuse a product and a sum."""
+    """torch rounds once less where its vector loops fuse a product and a sum. The lr of before is not read."""
     call = make_call(backend, MUON, [1000], momentum=momentum, nesterov=nesterov)
-    g, m = call["grads"][0].cpu(), call["momentum_buffers"][0].cpu().clone()
+    g, m = call["grads"][0].cpu() * 0.5, call["momentum_buffers"][0].cpu().clone()
     m.lerp_(g, 1 - momentum)
     u = g.lerp(m, momentum) if nesterov else m
-    call.run(backend, inv_scale=1.0)
+    call.run(backend, inv_scale=0.5, lr=float("nan"))
     torch.testing.assert_close(call["momentum_buffers"][0].cpu(), m, rtol=3e-7, atol=3e-7)
     torch.testing.assert_close(call["params"][0].cpu(), u, rtol=3e-7, atol=3e-7)

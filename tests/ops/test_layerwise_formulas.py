@@ -6,50 +6,18 @@ import itertools
 import pytest
 import torch
 from backends import CHUNKS, NON_FINITE, short
-from optimizer_calls import LAMB, LARC, LOW, MANY, NOVOGRAD, bits, make_call, on_kernels
+from formulas import Formula
+from optimizer_calls import LAMB, LARC, LOW, MANY, NOVOGRAD, Call, bits, make_call, on_kernels
 
 SIZES = [33, 1, 700, 2500]
-NAMES = ("params", "exp_avgs", "exp_avg_sqs")
 
 
-# --- the formulas in fp64: rows of the last dimension are tensors, ``step`` counts this one ---------------------------
-
-
-def lamb(g, w, m, v, step, lr, o):
-    """w, m, v after a step."""
-    norm = o["global_grad_norm"].item()
-    g = g * (o["max_grad_norm"] / norm if 0 < o["max_grad_norm"] < norm else 1)
-    decay = o["weight_decay"] * w
-    g = g if o["adam_w_mode"] else g + decay
-    m = o["beta1"] * m + (1 - o["beta1"] if o["grad_averaging"] else 1) * g
-    v = o["beta2"] * v + (1 - o["beta2"]) * g**2
-    c1, c2 = (1 - o["beta1"] ** step, 1 - o["beta2"] ** step) if o["bias_correction"] else (1, 1)
-    u = (m / c1) / ((v / c2).sqrt() + o["eps"]) + (decay if o["adam_w_mode"] else 0)
-    of_w, of_u = w.norm(dim=-1, keepdim=True), u.norm(dim=-1, keepdim=True)
-    has_ratio = (of_w > 0) & (of_u > 0) & (o["use_nvlamb"] or o["weight_decay"] != 0)
-    return w - lr * torch.where(has_ratio, of_w / of_u, 1.0) * u, m, v
-
-
-def novograd(g, w, m, n, step, lr, o):
-    """w, m, n after a step."""
-    if o["inf_norm"]:
-        norm = g.abs().amax(dim=-1, keepdim=True)
-        blended = o["beta2"] * n + (1 - o["beta2"]) * norm
-    else:
-        norm = g.norm(dim=-1, keepdim=True)
-        blended = (o["beta2"] * n**2 + (1 - o["beta2"]) * norm**2).sqrt()
-    n = torch.where((step == 1) & (not o["init_zero"]), norm, blended)
-    c1, c2 = (1 - o["beta1"] ** step, 1 - o["beta2"] ** step) if o["bias_correction"] else (1, step**0)
-    d = n / c2.sqrt() + o["eps"]
-    decay = o["weight_decay"] * w
-    g = g / d + decay if o["reg_inside_moment"] else g
-    m = o["beta1"] * m + (1 - o["beta1"] if o["grad_averaging"] else 1) * g
-    return w - lr * (m / c1 if o["reg_inside_moment"] else m / c1 / d + decay), m, n
+# --- the formulas in fp64 ---------------------------------------------------------------------------------------------
 
 
 def larc(g, w, lr, o):
     """The gradient afterwards."""
-    of_g, of_w = g.norm(dim=-1, keepdim=True), w.norm(dim=-1, keepdim=True)
+    of_g, of_w = g.norm(), w.norm()
     rate = o["trust_coefficient"] * of_w / (of_g + o["weight_decay"] * of_w + o["eps"])
     if o["clip"]:
         rate = (rate / lr).clamp(max=1)
@@ -67,7 +35,6 @@ def flag_id(flags):
 
 LAMBS = combinations_of("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
 NOVOGRADS = combinations_of("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")
-FORMULAS = {LAMB.name: lamb, NOVOGRAD.name: novograd}
 
 
 @pytest.mark.full(but=160)
@@ -85,7 +52,9 @@ def test_formula(backend, optimizer, flags, weight_decay):
     call = make_call(backend, optimizer, SIZES, counts=[0], weight_decay=weight_decay, **flags)
     for t in call["exp_avgs"] + call["exp_avg_sqs"]:
         t.zero_()
-    wide = [[t.double() for t in row] for row in zip(*(call[name] for name in NAMES), strict=True)]
+    o = {**call.options, "lr": 0.05, "max_grad_norm": 0.0, "norm_type": 0 if flags.get("inf_norm") else 2}
+    o["betas"] = o["beta1"], o["beta2"]
+    exact = Formula(optimizer.name, [p.double() for p in call["params"]], o)
     for step, (norm, limit) in enumerate([(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)], start=1):
         if optimizer is LAMB:
             call.options |= {"max_grad_norm": limit, "global_grad_norm": torch.tensor(norm)}
@@ -93,32 +62,31 @@ def test_formula(backend, optimizer, flags, weight_decay):
         for g, given in zip(grads, call["grads"], strict=True):
             given.copy_(g * 8)
         call.run(backend, inv_scale=0.125, lr=0.05)
-        count = torch.tensor(float(step), dtype=torch.float64, device=backend.device)
-        of_step = (count, 0.05, call.options)
-        wide = [FORMULAS[optimizer.name](g.double(), *row, *of_step) for g, row in zip(grads, wide, strict=True)]
-    for i, row in enumerate(wide):
-        for name, want in zip(NAMES, row, strict=True):
-            want = want.float().reshape(call[name][i].shape)
-            torch.testing.assert_close(call[name][i], want, rtol=1e-5, atol=1e-5, msg=name)
+        clip = limit / norm if optimizer is LAMB and 0 < limit < norm else 1.0
+        exact.step([g.double() * clip for g in grads])
+    for i, (p, state) in enumerate(zip(exact.params, exact.state, strict=True)):
+        wanted = {"params": p, "exp_avgs": state["m"], "exp_avg_sqs": state["v" if optimizer is LAMB else "n"]}
+        for name, want in wanted.items():
+            torch.testing.assert_close(call[name][i], want.float(), rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.full(but=10)
+@pytest.mark.full(but=14)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True})],
-    ids=["lamb", "novograd-l2", "novograd-inf"],
+    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True}), (LARC, {})],
+    ids=["lamb", "novograd-l2", "novograd-inf", "larc"],
 )
 def test_many_tensors(backend, optimizer, options):
-    """Several launches of each kernel, with the norms and the scalars of their own tensors."""
+    """Several launches of each kernel, with the norms and the scalars of their own tensors: as in calls with few."""
     call = make_call(backend, optimizer, [3] * MANY[backend.name], counts=[0, 1, 2, 7], **options)
-    g, w, m, v = (torch.stack(call[name]).double() for name in ("grads", *NAMES))
-    step = torch.stack(call["steps"]).double()[:, None] + 1
-    want = FORMULAS[optimizer.name](g * 0.5, w, m, v.view(len(v), -1), step, 0.1, call.options)
-    call.run(backend, inv_scale=0.5, lr=0.1)
-    for name, values in zip(NAMES, want, strict=True):
-        stacked = torch.stack(call[name])
-        torch.testing.assert_close(stacked, values.float().reshape(stacked.shape), rtol=1e-4, atol=1e-5, msg=name)
-    assert torch.equal(torch.stack(call["steps"])[:, None], step.float())
+    parts = []
+    for start in range(0, MANY[backend.name], 100):
+        lists = {name: [t.clone() for t in tensors[start : start + 100]] for name, tensors in call.lists.items()}
+        parts.append(Call(optimizer, lists, call.options).run(backend))
+    call.run(backend)
+    for name in filter(call.lists.get, call.lists):
+        few = torch.stack([t for part in parts for t in part[name]])
+        torch.testing.assert_close(torch.stack(call[name]), few, rtol=1e-5, atol=1e-6, msg=name)
 
 
 _OF_LAMB = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
@@ -287,15 +255,6 @@ def test_formula_of_larc(backend, clip, weight_decay, lr, maximize):
         if clip and lr == 1e-4 and weight_decay == 0:
             assert torch.equal(got, g * 0.125)
     assert all(torch.equal(a, b) for a, b in zip(call["params"], before["params"], strict=True))
-
-
-def test_many_tensors_of_larc(backend):
-    """Several launches, each with the norms of its own tensors."""
-    call = make_call(backend, LARC, [3] * MANY[backend.name])
-    g, w = (torch.stack(call[name]).double() for name in ("grads", "params"))
-    call.run(backend, inv_scale=0.5, lr=0.1)
-    want = larc(g * 0.5, w, 0.1, call.options).float()
-    torch.testing.assert_close(torch.stack(call["grads"]), want, rtol=1e-5, atol=1e-8)
 
 
 def test_tensors_with_a_norm_of_zero_are_unscaled_alone(backend):

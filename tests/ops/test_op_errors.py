@@ -15,8 +15,8 @@ from optimizer_calls import (
     MOMENTUM,
     NOVOGRAD,
     SGD,
-    STEP_OPS,
     make_call,
+    on_all,
     on_optimizers,
 )
 
@@ -53,27 +53,15 @@ ERRORS = [
     *rows(
         "multi_tensor_scale",
         ({"src": lambda d: [d(2), d(3)]}, "dst has 1 tensors, src has 2"),
-        (
-            {"src": lambda d: [d(2), d(2).to_sparse()], "dst": lambda d: [d(2), d(2)]},
-            "src[1] is not a strided tensor",
-        ),
+        ({"src": lambda d: [d(2), d(2).to_sparse()], "dst": lambda d: [d(2), d(2)]}, "src[1] is not a strided tensor"),
         ({"src": lambda d: [d(2, dtype=I64)]}, "src[0] has dtype torch.int64, expected float32, float16"),
-        (
-            {"dst": lambda d: [d(2, dtype=torch.complex64)]},
-            "dst[0] has dtype torch.complex64, expected float32, float16",
-        ),
-        (
-            {"src": lambda d: [d(2), d(2), d(2, dtype=BF16)], "dst": lambda d: [d(2)] * 3},
-            "src[2] has dtype torch.bfloat16, src[0] has torch.float32",
-        ),
-        (
-            {"src": lambda d: [d(2), d(2)], "dst": lambda d: [d(2), d(2, dtype=F16)]},
-            "dst[1] has dtype torch.float16, dst[0] has torch.float32",
-        ),
-        (
-            {"src": lambda d: [d(2), d(2, 7)], "dst": lambda d: [d(2), d(2, 8)]},
-            "dst[1] has 16 elements, src[1] has 14",
-        ),
+        ({"dst": lambda d: [d(2, dtype=torch.complex64)]},
+            "dst[0] has dtype torch.complex64, expected float32, float16"),
+        ({"src": lambda d: [d(2), d(2), d(2, dtype=BF16)], "dst": lambda d: [d(2)] * 3},
+            "src[2] has dtype torch.bfloat16, src[0] has torch.float32"),
+        ({"src": lambda d: [d(2), d(2)], "dst": lambda d: [d(2), d(2, dtype=F16)]},
+            "dst[1] has dtype torch.float16, dst[0] has torch.float32"),
+        ({"src": lambda d: [d(2), d(2, 7)], "dst": lambda d: [d(2), d(2, 8)]}, "dst[1] has 16 elements, src[1] has 14"),
         ({"src": lambda d: [d(2), d(0)], "dst": lambda d: [d(2), d(1)]}, "dst[1] has 1 elements, src[1] has 0"),
         ({"src": lambda d: [d(2), d(8)[::2]], "dst": lambda d: [d(2), d(4)]}, f"src[1] {GAPS}"),
         ({"src": lambda d: [d(2), d(4)], "dst": lambda d: [d(2), d(1).expand(4)]}, f"dst[1] {GAPS}"),
@@ -89,10 +77,7 @@ ERRORS = [
         ({"scale": t((), dtype=I64)}, "scale has dtype torch.int64, expected float32 or float64"),
         ({"found_inf": lambda d: d(2)}, "found_inf has 2 elements, expected 1"),
         ({"found_inf": lambda d: d(1, dtype=F16)}, f"found_inf has dtype torch.float16, {NO_FLAG}"),
-        (
-            {"src": [], "dst": [], "found_inf": lambda d: d(1, dtype=I64)},
-            f"found_inf has dtype torch.int64, {NO_FLAG}",
-        ),
+        ({"src": [], "dst": [], "found_inf": lambda d: d(1, dtype=I64)}, f"found_inf has dtype torch.int64, {NO_FLAG}"),
     ),
     *rows(
         "multi_tensor_scale_clipped",
@@ -202,14 +187,10 @@ AS_IT_IS = lambda call, d: None  # noqa: E731
 STEP_ERRORS = [
     (ADAM, replaced("params", lambda d: [d(2)]), "params has 1 tensors, grads has 2"),
     (SGD, replaced("params", lambda d: d(3), 1), "params[1] has 3 elements, grads[1]"),
-    (
-        ADAGRAD, replaced("params", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
-        "params[0] has dtype torch.int16, expected float32, float16",
-    ),
-    (
-        MOMENTUM, replaced("grads", lambda d: d(12, dtype=F16), 1),
-        "grads[1] has dtype torch.float16, grads[0] has torch.float32",
-    ),
+    (ADAGRAD, replaced("params", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
+        "params[0] has dtype torch.int16, expected float32, float16"),
+    (MOMENTUM, replaced("grads", lambda d: d(12, dtype=F16), 1),
+        "grads[1] has dtype torch.float16, grads[0] has torch.float32"),
     (AMSGRAD, replaced("max_exp_avg_sqs", lambda d: [d(2)]), "max_exp_avg_sqs has 1 tensors, grads has 2"),
     (MOMENTUM, replaced("momentum_buffers", lambda d: [d(2)] * 3), "momentum_buffers has 3 tensors, grads has 2"),
     (ADAM, replaced("exp_avgs", lambda d: d(4, 3).t(), 1), "exp_avgs[1] and grads[1] have different memory layouts"),
@@ -217,47 +198,31 @@ STEP_ERRORS = [
     (ADAM, option("write_back", lambda d: -1), "write_back is -1, expected 0 to 4"),
     (SGD, option("write_back", lambda d: 5), "write_back is 5, expected 0 to 4"),
     (ADAM, replaced("extras", lambda d: [d(2)]), "extras has 1 tensors, expected none to go with this write_back"),
-    (
-        SGD, replaced("extras", lambda d: [d(2), d(12)]),
-        "extras has 2 tensors, expected none to go with this write_back", "stochastic", BF16,
-    ),
+    (SGD, replaced("extras", lambda d: [d(2), d(12)]),
+        "extras has 2 tensors, expected none to go with this write_back", "stochastic", BF16),
     (ADAM, replaced("extras", lambda d: d(3, dtype=F16), 1), "extras[1] has 3 elements", "copy"),
-    (
-        ADAM, replaced("extras", lambda d: d(4, 3, dtype=F16).t(), 1),
-        "extras[1] and grads[1] have different memory layouts", "copy",
-    ),
-    (
-        MOMENTUM, replaced("extras", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
-        "extras[0] has dtype torch.int16, expected float32, float16", "copy",
-    ),
-    (
-        ADAM, replaced("extras", lambda d: [d(2), d(12)]),
-        "extras[0] has dtype torch.float32, expected int16", "split", BF16,
-    ),
+    (ADAM, replaced("extras", lambda d: d(4, 3, dtype=F16).t(), 1),
+        "extras[1] and grads[1] have different memory layouts", "copy"),
+    (MOMENTUM, replaced("extras", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
+        "extras[0] has dtype torch.int16, expected float32, float16", "copy"),
+    (ADAM, replaced("extras", lambda d: [d(2), d(12)]),
+        "extras[0] has dtype torch.float32, expected int16", "split", BF16),
     (ADAM, AS_IT_IS, "params[0] has dtype torch.float32, expected bfloat16 to go with remainders", "split"),
-    (
-        ADAGRAD, AS_IT_IS,
-        "params[0] has dtype torch.float32, expected float16 or bfloat16 to go with compensations", "kahan",
-    ),
-    (
-        ADAM, replaced("extras", lambda d: [d(2, dtype=BF16), d(12, dtype=BF16)]),
-        "extras[0] has dtype torch.bfloat16, params[0] has torch.float16", "kahan", F16,
-    ),
+    (ADAGRAD, AS_IT_IS,
+        "params[0] has dtype torch.float32, expected float16 or bfloat16 to go with compensations", "kahan"),
+    (ADAM, replaced("extras", lambda d: [d(2, dtype=BF16), d(12, dtype=BF16)]),
+        "extras[0] has dtype torch.bfloat16, params[0] has torch.float16", "kahan", F16),
     (SGD, replaced("steps", lambda d: [d(1)]), "steps has 1 tensors, grads has 2"),
     (ADAM, replaced("steps", lambda d: []), "steps has 0 tensors, grads has 2"),
     (ADAM, replaced("steps", lambda d: d(2), 1), "steps[1] has 2 elements, expected"),
     (ADAGRAD, replaced("steps", lambda d: d(1, dtype=I64), 0), "steps[0] has dtype torch.int64, expected float32"),
     (LAMB, option("global_grad_norm", lambda d: d(2)), "global_grad_norm has 2 elements, expected 1"),
-    (
-        LAMB, option("global_grad_norm", lambda d: t(1, dtype=I64)),
-        "global_grad_norm has dtype torch.int64, expected float32 or float64",
-    ),
+    (LAMB, option("global_grad_norm", lambda d: t(1, dtype=I64)),
+        "global_grad_norm has dtype torch.int64, expected float32 or float64"),
     (NOVOGRAD, replaced("exp_avg_sqs", lambda d: [d(1)]), "exp_avg_sqs has 1 tensors, grads has 2"),
     (NOVOGRAD, replaced("exp_avg_sqs", lambda d: d(12), 1), "exp_avg_sqs[1] has 12 elements, expected 1"),
-    (
-        NOVOGRAD, replaced("exp_avg_sqs", lambda d: d(1, dtype=F16), 0),
-        "exp_avg_sqs[0] has dtype torch.float16, expected float32",
-    ),
+    (NOVOGRAD, replaced("exp_avg_sqs", lambda d: d(1, dtype=F16), 0),
+        "exp_avg_sqs[0] has dtype torch.float16, expected float32"),
     (LARC, replaced("params", lambda d: [d(2)]), "params has 1 tensors, grads has 2"),
     (LARC, replaced("params", lambda d: d(3), 1), "params[1] has 3 elements, grads[1]"),
     (LARC, replaced("params", lambda d: d(4, 3).t(), 1), "params[1] and grads[1] have different memory layouts"),
@@ -283,7 +248,6 @@ def test_optimizer_steps(backend, row):
     call.assert_same(before)
 
 
-on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 SCALAR_ERRORS = {
     "flag-dtype": ({"found_inf": (1, F64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
     "flag-elements": ({"found_inf": (2, F32)}, "found_inf has 2 elements, expected 1"),
@@ -352,18 +316,16 @@ def on_meta(name, first):
 
 
 def test_lists_on_two_devices(mixed_devices):
-    call, flag, one = mixed_devices.multi_tensor_scale.default, t(()), t(())
-    meta = t(2, device="meta")
-    with pytest.raises(RuntimeError, match=on_meta("src[1]", "src[0]")):
-        call([t(2), meta], [t(2), t(2)], flag, one)
-    with pytest.raises(RuntimeError, match=on_meta("dst[0]", "src[0]")):
-        call([t(2)], [meta], flag, one)
-    with pytest.raises(RuntimeError, match=on_meta("found_inf", "src[0]")):
-        call([t(2)], [t(2)], t((), device="meta"), one)
-    with pytest.raises(RuntimeError, match=on_meta("scale", "src[0]")):
-        call([t(2)], [t(2)], flag, t((), device="meta"))
-    with pytest.raises(RuntimeError, match=on_meta("scale", "found_inf")):
-        call([], [], flag, t((), device="meta"))
+    one, there, meta = t(()), t((), device="meta"), t(2, device="meta")
+    for name, first, *given in (
+        ("src[1]", "src[0]", [t(2), meta], [t(2), t(2)], one, one),
+        ("dst[0]", "src[0]", [t(2)], [meta], one, one),
+        ("found_inf", "src[0]", [t(2)], [t(2)], there, one),
+        ("scale", "src[0]", [t(2)], [t(2)], one, there),
+        ("scale", "found_inf", [], [], one, there),
+    ):
+        with pytest.raises(RuntimeError, match=on_meta(name, first)):
+            mixed_devices.multi_tensor_scale.default(*given)
 
 
 @on_optimizers
@@ -403,17 +365,21 @@ def test_update_scale_on_two_devices(mixed_devices):
 def test_lists_on_cpu_and_cuda():
     cpu, cuda, one = [t(2)], [t(2, device="cuda")], t(())
     flags = {"cpu": t(()), "cuda": t((), device="cuda")}
-    call = COMPILED.ops.multi_tensor_scale.default
-    with pytest.raises(RuntimeError, match=re.escape("dst[0] is on cpu, src[0] is on cuda:0")):
-        call(cuda, cpu, flags["cuda"], one)
-    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cpu, src[0] is on cuda:0")):
-        call(cuda, cuda, flags["cpu"], one)
-    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cuda:0, src[0] is on cpu")):
-        call(cpu, cpu, flags["cuda"], one)
-    with pytest.raises(RuntimeError, match=re.escape("scale is on cuda:0, src[0] is on cpu")):
-        call(cpu, cpu, flags["cpu"], flags["cuda"])
-    with pytest.raises(RuntimeError, match="scale has dtype torch.float64, expected float32 on cuda:0"):
-        call(cuda, cuda, flags["cuda"], t((), device="cuda", dtype=F64))
+    for message, *given in (
+        ("dst[0] is on cpu, src[0] is on cuda:0", cuda, cpu, flags["cuda"], one),
+        ("found_inf is on cpu, src[0] is on cuda:0", cuda, cuda, flags["cpu"], one),
+        ("found_inf is on cuda:0, src[0] is on cpu", cpu, cpu, flags["cuda"], one),
+        ("scale is on cuda:0, src[0] is on cpu", cpu, cpu, flags["cpu"], flags["cuda"]),
+        (
+            "scale has dtype torch.float64, expected float32 on cuda:0",
+            cuda,
+            cuda,
+            flags["cuda"],
+            t((), dtype=F64).cuda(),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            COMPILED.ops.multi_tensor_scale.default(*given)
 
 
 def test_the_last_of_thousands_is_checked():

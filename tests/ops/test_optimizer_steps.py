@@ -1,6 +1,8 @@
 """What all optimizer steps share, on every backend with kernels: what the reference does, to the last bit where no
 norms take part."""
 
+import itertools
+
 import pytest
 import torch
 from backends import (
@@ -27,6 +29,7 @@ from optimizer_calls import (
     STEP_OPS,
     bits,
     make_call,
+    on_all,
     on_elementwise,
     on_kernels,
     on_optimizers,
@@ -37,7 +40,6 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
-on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 
 
 def result(call):
@@ -98,22 +100,27 @@ def assert_runs_or_refuses(backend, call, *dtypes):
         call.assert_same(before)
 
 
-def with_write_backs(optimizers, dtypes):
-    """The combinations of types, the last being that of the params, with all that they can be written back by."""
+def with_write_backs(rows):
+    """Optimizers and types, the last being that of the params, with all that these can be written back by."""
     return pytest.mark.parametrize(
         ("optimizer", "dtypes", "write_back"),
         [
             pytest.param(optimizer, combination, way, id=f"{optimizer.name}-{combination_id(combination)}-{way}")
-            for optimizer in optimizers
-            for combination in dtypes
+            for optimizer, combination in rows
             for way in (WRITE_BACKS if optimizer is not LARC else ("nearest",))
             if takes(way, combination[-1])
         ],
     )
 
 
-@pytest.mark.full(but=100)
-@with_write_backs([ADAM, MOMENTUM, LAMB, NOVOGRAD, LARC], combinations(ALL_FLOATS, 2))
+OF_TWO_TYPES = (ADAM, MOMENTUM, LAMB, NOVOGRAD, LARC)
+OF_ONE_TYPE = [o for o in STEP_OPS if o not in OF_TWO_TYPES]
+TYPES = [*itertools.product(OF_TWO_TYPES, combinations(ALL_FLOATS, 2))]
+TYPES += [(optimizer, (dtype, dtype)) for optimizer in OF_ONE_TYPE for dtype in FLOATS]
+
+
+@pytest.mark.full(but=160)
+@with_write_backs(TYPES)
 def test_grad_and_param_dtypes(backend, optimizer, dtypes, write_back):
     call = make_call(backend, optimizer, SMALL, grad=dtypes[0], param=dtypes[1], write_back=write_back)
     assert_runs_or_refuses(backend, call, *dtypes)
@@ -137,16 +144,6 @@ def test_copies(backend, param, extra):
         assert all(torch.equal(e, p.to(extra)) for e, p in zip(call["extras"], call["params"], strict=True))
 
 
-@pytest.mark.full(but=120)
-@with_write_backs(STEP_OPS, combinations(FLOATS, 1))
-def test_write_backs(backend, optimizer, dtypes, write_back):
-    call = make_call(backend, optimizer, SMALL, grad=dtypes[0], param=dtypes[0], write_back=write_back, seed=3)
-    before = call.clone()
-    expected = call.expected(times=3)
-    call.run(backend, times=3).assert_agrees(expected)
-    assert not torch.equal(call["params"][2], before["params"][2])
-
-
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @on_elementwise
@@ -166,7 +163,7 @@ def test_weight_decay_and_direction(backend, optimizer, weight_decay, maximize):
         call.assert_agrees(expected)
 
 
-@with_write_backs([ADAM, LARC], combinations(FLOATS, 2))
+@with_write_backs(itertools.product([ADAM, LARC], combinations(FLOATS, 2)))
 def test_every_alignment(backend, optimizer, dtypes, write_back):
     """Views at every storage offset up to a cache line, the lists not in step, and nothing written beside them."""
     size, room = 43, 60
@@ -263,10 +260,11 @@ def test_step_counts(backend, optimizer):
     assert [s.item() for s in call["steps"]] == [2, 9, 3, 2, 5, 1002, 3]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
 def test_threads_do_not_change_the_result(backend, optimizer):
     sizes = [100_003, 5, 70_001] if backend.name == "cpu" else [3_001, 5]
     how = {"param": torch.bfloat16, "write_back": "stochastic"}
+    how |= {"state": "8bit", "stochastic_state": True} if optimizer is ADAM else {}
     first, *others = with_threads(lambda: make_call(backend, optimizer, sizes, **how).run(backend), (1, 2, 2))
     for other in others:
         first.assert_same(other)

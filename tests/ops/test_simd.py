@@ -11,13 +11,25 @@ from emulation_build import generate
 
 from ampctx.kernels import ops
 
-DIGEST = """
-import hashlib, sys, torch
+# Goes on in a process for each instruction set, of those in the arguments, which has torch imported.
+EACH = """
+import os, sys, torch
 sys.path.insert(0, sys.argv[1])
+for simd in sys.argv[2:]:
+    if os.fork() == 0:
+        break
+    assert os.wait()[1] == 0
+else:
+    sys.exit()
+os.environ["AMPCTX_SIMD"] = simd
+"""
+
+DIGEST = """
+import hashlib
 from ampctx.kernels import ops
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
-from optimizer_calls import CODED, LARC, NOVOGRAD, STEP_OPS, make_call, takes
+from optimizer_calls import LARC, NOVOGRAD, STEP_OPS, WITH_CODES, make_call, takes
 generator = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
 def add(*tensors):
@@ -49,12 +61,11 @@ for optimizer in STEP_OPS:
         for param in filter(lambda dtype: takes(write_back, dtype), ALL_FLOATS):
             call = make_call(COMPILED, optimizer, [2049, 17, 5], param=param, write_back=write_back)
             add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
-for optimizer in STEP_OPS:
-    if CODED.keys() >= {*optimizer.states} != set():
-        for state in (torch.bfloat16, "8bit"):
-            for stochastic in (False, True):
-                call = make_call(COMPILED, optimizer, [2049, 17, 5], state=state, stochastic_state=stochastic)
-                add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
+for optimizer in WITH_CODES:
+    for state in (torch.bfloat16, "8bit"):
+        for stochastic in (False, True):
+            call = make_call(COMPILED, optimizer, [2049, 17, 5], state=state, stochastic_state=stochastic)
+            add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
 for inf_norm in (False, True):
     add(*(t for _, t in make_call(COMPILED, NOVOGRAD, [2049, 17, 5], inf_norm=inf_norm).run(COMPILED).tensors()))
 for grad in ALL_FLOATS:
@@ -63,33 +74,25 @@ print(ops.extension.build["simd_used"], digest.hexdigest())
 """
 
 
-def run(simd, code=DIGEST):
-    environment = {**os.environ, "AMPCTX_SIMD": simd, "AMPCTX_REQUIRE_EXTENSION": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)], env=environment, capture_output=True, text=True
-    )
-
-
-def usable():
-    """The instruction sets of this machine: those up to the one in use by default."""
-    built = ops.extension.build["simd"]
-    default = run("", "from ampctx import ops; print(ops.extension.build['simd_used'])").stdout.strip()
-    return built[: built.index(default) + 1]
+def run(code, *sets):
+    command = [sys.executable, "-c", EACH + code, str(Path(__file__).parent), *sets]
+    environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_instruction_sets_agree_to_the_last_bit():
-    results = {}
-    for simd in usable():
-        result = run(simd)
-        assert result.returncode == 0, result.stderr
-        used, results[simd] = result.stdout.split()
-        assert used == simd
+    built = ops.extension.build["simd"]
+    usable = built[: built.index(ops.extension.build["simd_used"]) + 1]
+    result = run(DIGEST, *usable)
+    assert result.returncode == 0, result.stderr
+    results = dict(line.split() for line in result.stdout.splitlines())
+    assert [*results] == [*usable]
     assert len(set(results.values())) == 1, results
 
 
 def test_an_unknown_instruction_set_is_an_error():
-    code = "import torch; from ampctx import ops; ops.multi_tensor_l2norm([torch.ones(3)], torch.zeros(()))"
-    result = run("sse9", code)
+    code = "from ampctx import ops; ops.multi_tensor_l2norm([torch.ones(3)], torch.zeros(()))"
+    result = run(code, "sse9")
     assert result.returncode == 1
     assert "RuntimeError: AMPCTX_SIMD is sse9, expected baseline, avx2 or avx512" in result.stderr
 

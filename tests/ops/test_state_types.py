@@ -8,13 +8,9 @@ from optimizer_calls import (
     ADAM,
     AMSGRAD,
     CODED,
-    LAMB,
-    LAMB_WITHOUT_RATIO,
     LION,
-    MOMENTUM,
-    MUON,
-    NOVOGRAD,
     UNSCALING,
+    WITH_CODES,
     bits,
     encoded,
     make_call,
@@ -24,8 +20,7 @@ from optimizer_calls import (
 from ampctx.kernels import codes
 
 pytestmark = pytest.mark.usefixtures("reference")
-WITH_CODES = (ADAM, MOMENTUM, LION, MUON, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
-UNSCALING_WITH_CODES = [o for o in UNSCALING if CODED.keys() >= {*o.states} != set()]
+UNSCALING_WITH_CODES = [o for o in UNSCALING if o.name in {coded.name for coded in WITH_CODES}]
 SIZES = [1, 63, 64, 65, 0, 700, 2047, 2049]
 on_states = pytest.mark.parametrize("state", [torch.bfloat16, "8bit", "mixed"], ids=str)
 on_optimizers = pytest.mark.parametrize("optimizer", WITH_CODES, ids=lambda o: o.name)
@@ -207,31 +202,19 @@ def _edited(**edits):
 
 ERRORS = {
     "no-scales": (_edited(exp_avg_scales=lambda s: []), "exp_avg_scales has 0 tensors, grads has 2"),
-    "dtype-of-scales": (
-        _edited(exp_avg_sq_scales=lambda s: [t.half() for t in s]),
-        "exp_avg_sq_scales[0] has dtype torch.float16, expected float32",
-    ),
-    "size-of-scales": (
-        _edited(exp_avg_scales=lambda s: [s[0], torch.cat([s[1], s[1]])]),
-        "exp_avg_scales[1] has 4 elements, expected 2: one for each 64 of grads[1]",
-    ),
-    "gaps-in-scales": (
-        _edited(exp_avg_scales=lambda s: [s[0], s[1].repeat_interleave(2)[::2]]),
-        "exp_avg_scales[1] is not contiguous",
-    ),
-    "sparse-scales": (
-        _edited(exp_avg_scales=lambda s: [s[0], s[1].to_sparse()]),
-        "exp_avg_scales[1] is not a strided tensor",
-    ),
-    "scales-without-codes": (
-        _edited(exp_avgs=lambda m: [t.float() for t in m]),
-        "exp_avg_scales has 2 tensors, expected none: exp_avgs has no codes",
-    ),
-    "the-other-code": (
-        _edited(exp_avgs=lambda m: [t.view(torch.uint8) for t in m]),
-        "exp_avgs[0] has dtype torch.uint8, expected float32, float16",
-    ),
-}
+    "dtype-of-scales": (_edited(exp_avg_sq_scales=lambda s: [t.half() for t in s]),
+        "exp_avg_sq_scales[0] has dtype torch.float16, expected float32"),
+    "size-of-scales": (_edited(exp_avg_scales=lambda s: [s[0], torch.cat([s[1], s[1]])]),
+        "exp_avg_scales[1] has 4 elements, expected 2: one for each 64 of grads[1]"),
+    "gaps-in-scales": (_edited(exp_avg_scales=lambda s: [s[0], s[1].repeat_interleave(2)[::2]]),
+        "exp_avg_scales[1] is not contiguous"),
+    "sparse-scales": (_edited(exp_avg_scales=lambda s: [s[0], s[1].to_sparse()]),
+        "exp_avg_scales[1] is not a strided tensor"),
+    "scales-without-codes": (_edited(exp_avgs=lambda m: [t.float() for t in m]),
+        "exp_avg_scales has 2 tensors, expected none: exp_avgs has no codes"),
+    "the-other-code": (_edited(exp_avgs=lambda m: [t.view(torch.uint8) for t in m]),
+        "exp_avgs[0] has dtype torch.uint8, expected float32, float16"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("edit", "message"), ERRORS.values(), ids=ERRORS)
@@ -267,12 +250,10 @@ def test_maxima_and_sums_are_never_rounded_down(backend):
 
 NUMBERS = {
     "dtype": (lambda d: torch.zeros(2, device=d), "numbers has dtype torch.float32, expected int64"),
-    "count": (
-        lambda d: torch.arange(3, device=d),
-        "numbers has 3 elements, expected none or 2: one for each tensor with elements",
-    ),
+    "count": (lambda d: torch.arange(3, device=d),
+        "numbers has 3 elements, expected none or 2: one for each tensor with elements"),
     "gaps": (lambda d: torch.arange(4, device=d)[::2], "numbers is not contiguous"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "message"), NUMBERS.values(), ids=NUMBERS)

@@ -70,23 +70,13 @@ def test_run_for_run(backend, hysteresis, min_scale, max_scale):
         assert state.values == (scale, growth, left), f"step {step}"
 
 
-def test_hysteresis_forgives_all_but_the_last_of_a_row(backend):
-    state = State(backend, hysteresis=3)
-    assert state.update(1).values == (65536.0, 0, 2)
-    assert state.update(1).values == (65536.0, 0, 1)
-    assert state.update(1).values == (32768.0, 0, 0)
-    assert state.update(1).values == (16384.0, 0, 0)
-    assert state.update(0).values == (16384.0, 1, 3)
-    assert state.update(1).values == (16384.0, 0, 2)
-
-
 @pytest.mark.parametrize("min_scale", [0.0, 1.0, 128.0])
-def test_1000_overflows_stop_at_the_floor(backend, min_scale):
-    state = State(backend, min_scale=min_scale)
-    for _ in range(1000):
+def test_overflows_stop_at_the_floor(backend, min_scale):
+    state = State(backend, min_scale=min_scale, growth_interval=20)
+    for _ in range(200):
         state.update(1)
     assert state.values == (max(min_scale, TINY), 0, 0)
-    for _ in range(2000):
+    for _ in range(20):
         state.update(0)
     assert state.values == (2 * max(min_scale, TINY), 0, 1)
 

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from backends import FLOATS, NON_FINITE, short
+from backends import NON_FINITE, short
 from optimizer_calls import ADAM, LOW, SGD, bits, make_call
 
 from ampctx.kernels.reference_steps import join, next_step, random_bits, split
@@ -87,8 +87,8 @@ def test_the_halves_of_a_nan():
 
 @on_low
 def test_small_updates_add_up_with_kahan(backend, dtype):
-    """A thousand updates, each too small to move a 16-bit weight by itself."""
-    n, steps, update = 33, 1000, 1e-4
+    """Hundreds of updates, each too small to move a 16-bit weight by itself."""
+    n, steps, update = 33, 300, 1e-4
     p, rest, alone = (torch.full((n,), value, dtype=dtype, device=backend.device) for value in (1.0, 0.0, 1.0))
     delta = torch.full((n,), update, device=backend.device)
     for step in range(steps):
@@ -161,12 +161,7 @@ def test_random_bits_follow_seed_step_tensor_and_place(backend, dtype):
     first, second = draw()
     assert torch.equal(first, draw()[0])
     assert torch.equal(first, draw(before=[0, 0])[0]), "empty tensors do not count"
-    others = [
-        second,
-        *(draw(seed=s)[0] for s in (0, 2, -1, 1 << 62, -(1 << 63))),
-        draw(step=1)[0],
-        draw(before=[3])[0],
-    ]
+    others = [second, *(draw(seed=s)[0] for s in (0, 2, -1, 1 << 62, -(1 << 63))), draw(step=1)[0], draw(before=[3])[0]]
     for i, other in enumerate(others):  # as two that know nothing of each other
         assert 400 < (first != other).sum() < 600, i
     assert 400 < (first != first.roll(1)).sum() < 600
@@ -212,24 +207,6 @@ def test_stochastic_rounding_at_the_end_of_the_range(backend, dtype):
     sgd(backend, [p], [torch.full(p.shape, spacing / 2, device=backend.device)], "stochastic")
     assert ((p == largest) | (p == float("inf"))).all()
     assert 4500 < p.isinf().sum() < 5500
-
-
-def test_stochastic_leaves_wide_params_to_nearest(backend):
-    for dtype in (torch.float32, torch.float64) if backend.fp64 else (torch.float32,):
-        values = backend.randn([100], dtype)[0]
-        results = values.clone(), values.clone()
-        for p, way in zip(results, ("nearest", "stochastic"), strict=True):
-            sgd(backend, [p], [torch.full((100,), 1e-7, device=backend.device)], way)
-        assert torch.equal(*results)
-        assert not torch.equal(results[0], values)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=short)
-def test_nearest(backend, dtype):
-    values = backend.randn([3000], seed=5)[0]
-    p = torch.zeros(3000, dtype=dtype, device=backend.device)
-    sgd(backend, [p], [values], "nearest")
-    assert torch.equal(p, values.to(dtype))
 
 
 @pytest.mark.parametrize("first", [2**24 - 3, 2**24, 2**25 - 4, 2.0**40])

@@ -66,11 +66,16 @@ def with_masters(name: str, params: Any, **options: Any) -> Any:
     return BY_NAME[name](params, reduced_precision_dtype=params[0].dtype, **options)
 
 
-def make(name: str, mode: str) -> Any:
+def make(name: str, mode: str, params: Any = None, **more: Any) -> Any:
     dtype, options = MODES[mode]
+    params = parameters(dtype) if params is None else params
     if "master_weights" in options and name == "mixed-lamb":
-        return with_masters(name, parameters(dtype))
-    return BY_NAME[name](parameters(dtype), **options)
+        return with_masters(name, params, **more)
+    return BY_NAME[name](params, **options, **more)
+
+
+def masters_of(optimizer: Any) -> list:
+    return [m for group in optimizer.param_groups_master for m in group["params"]]
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
@@ -88,9 +93,9 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: i
 
 
 def gradients(params: list, step: int, scale: float = 1.0) -> list[Tensor]:
-    """Contiguous gradients, whatever the layout of the parameters."""
+    """Contiguous gradients, whatever the layout of the parameters, and the same on each device."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in params]
+    return [(torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype) for p in params]
 
 
 def give(params: list, grads: list) -> None:

@@ -503,14 +503,3 @@ def test_a_later_format_of_split_masters_is_refused_by_its_number():
     with pytest.raises(AmpValueError, match=r'"format"\] is 2\. .* does not know what its entries mean'):
         optimizer.load_state_dict({**state, "format": 2})
     optimizer.load_state_dict(state)
-
-
-def test_an_entry_that_no_step_reads_is_kept_and_named(caplog):
-    optimizer = trained("adam")
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(state)
-    assert caplog.text == ""
-    state["state"][1]["average"] = torch.ones(17)
-    optimizer.load_state_dict(state)
-    assert re.search(r"FusedAdam: the state of .* has average, which no step reads", caplog.text)
-    assert torch.equal(optimizer.state_dict()["state"][1]["average"], torch.ones(17))

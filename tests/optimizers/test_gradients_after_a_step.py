@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_reads import OpCalls
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, SHAPES, give, gradients, make, parameters
+from optimizer_cases import BY_NAME, MODES, SHAPES, give, gradients, make, parameters
 from rank_processes import flat_mesh, on_ranks
 from tape import Tape
 from torch import nn
@@ -82,7 +82,7 @@ def test_gradients_are_those_that_torch_leaves(name, scaler_type, theirs, kind):
 
 @pytest.mark.full(but=48)
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "masters", "split", "kahan"])
+@pytest.mark.parametrize("mode", MODES)
 @on_scalers
 @on_optimizers
 def test_of_every_optimizer_in_every_mode(name, scaler_type, mode):

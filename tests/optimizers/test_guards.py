@@ -8,7 +8,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from kit import COPIES, assert_same, mlp, params_of, snapshot, through_a_file
-from optimizer_cases import BY_NAME, MODES, STEPPED_BY, give, gradients, parameters, with_masters
+from optimizer_cases import MODES, STEPPED_BY, give, gradients, make, parameters
 from rank_processes import RANK, all_ranks, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -55,12 +55,7 @@ def test_a_skipped_step_changes_nothing(name, value):
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp32"])
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
 def test_of_16_bit_weights(name, mode):
-    dtype, options = MODES[mode]
-    if "master_weights" in options and name == "mixed-lamb":
-        pair = [with_masters(name, parameters(dtype), **more) for more in ({"skip_nonfinite": True}, {})]
-    else:
-        pair = [BY_NAME[name](parameters(dtype), **options, **more) for more in ({"skip_nonfinite": True}, {})]
-    run_beside(*pair, NAN)
+    run_beside(make(name, mode, skip_nonfinite=True), make(name, mode), NAN)
 
 
 def test_outcomes(caplog):

@@ -20,8 +20,8 @@ from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad, FusedSG
 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
 
 EXACT = 1e-6
-STEPS = 20
-OVERFLOW_AT = 7
+STEPS = 12
+OVERFLOW_AT = 5
 # What ranks sum up: to agree on a flag, and for each of six parameters.
 FLAG, NUMBERS = 32, 6 * 8
 # Sums of norms take the flag along. The host reads it before LARC of an optimizer of torch that is not fused.

@@ -5,18 +5,18 @@ The parameters are on the CPU here, so that copies take the place of streams.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, each_copy, params_of, snapshot, through_a_file
-from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, parameters, run
-from rank_processes import flat_mesh, on_ranks
+from kit import assert_same, backward, each_copy, params_of, snapshot, start, through_a_file
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, masters_of, parameters, run
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.amp import AmpSession
-from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, _offload
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, _offload
 
 OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
 
@@ -28,8 +28,7 @@ def small_calls(monkeypatch):
 
 
 def pair(name, mode="split", **more):
-    dtype, options = MODES[mode]
-    return [BY_NAME[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
+    return [make(name, mode, **more, offload=offload) for offload in (None, "cpu")]
 
 
 def step_both(optimizers, step, **attributes):
@@ -114,8 +113,7 @@ def test_fp32_weights_of_both_are_shown_as_masters():
     resident, offloaded = pair("adam")
     run(resident, 2)
     run(offloaded, 2)
-    ours, theirs = ([p for group in o.param_groups_master for p in group["params"]] for o in (offloaded, resident))
-    assert_same(ours, theirs)
+    assert_same(masters_of(offloaded), masters_of(resident))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
@@ -149,7 +147,7 @@ def test_a_copy_goes_on_by_itself(copied):
     assert twin._offload is not offloaded._offload
 
 
-# --- under amp and a GradScaler, for 100 steps ------------------------------------------------------------------------
+# --- under amp and a GradScaler, for 40 steps -------------------------------------------------------------------------
 
 
 def network():
@@ -168,13 +166,11 @@ def losses_of(model, steps):
 
 def by_amp(level, **options):
     def run_loop(offload, steps):
-        model, session = network(), AmpSession()
-        kept = {"O2": True, "O5": "split"}.get(level, False)
-        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=kept, offload=offload)
+        session, kept = AmpSession(), {"O2": True, "O5": "split"}.get(level, False)
+        make_it = partial(FusedAdam, lr=0.01, master_weights=kept, offload=offload)
+        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10}
+        model, optimizer = start(session, level, make_it, network(), **scale, **options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        session.initialize(
-            model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=2.0**10, verbosity=0, **options
-        )
         for losses in losses_of(model, steps):
             for i, loss in enumerate(losses):
                 backward(session, loss, optimizer, delay_unscale=i == 0)
@@ -222,11 +218,11 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_100_steps_are_the_same(loop):
-    resident, offloaded = (LOOPS[loop](offload, 100) for offload in (None, "cpu"))
+def test_40_steps_are_the_same(loop):
+    resident, offloaded = (LOOPS[loop](offload, 40) for offload in (None, "cpu"))
     assert_same(offloaded, resident)
     if loop.startswith("O"):
-        assert resident[-1] == 9
+        assert resident[-1] == 4
 
 
 def test_amp_counts_a_skip_and_names_its_gradients():
@@ -258,12 +254,6 @@ def test_options_that_do_not_fit_are_refused(name, options, match):
         BY_NAME[name](parameters(), **options)
 
 
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
-def test_steps_by_norms_do_not_have_it(kind):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'offload'"):
-        kind(parameters(), offload="cpu")
-
-
 def test_larc_refuses_it():
     with pytest.raises(ampctx.AmpError, match=r"FusedSGD\(offload='cpu'\) keeps on the host"):
         LARC(FusedSGD(parameters(), lr=0.1, offload="cpu"))
@@ -289,13 +279,6 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     with pytest.raises(ampctx.AmpValueError, match=f"needs {14 * 2**45 + 10 * 2**10 + 8:,} bytes"):
         optimizer.add_param_group({"params": [many]})
     assert params_of(optimizer) == [few]
-
-
-@on_ranks(1)
-def test_a_dtensor_is_refused():
-    p = nn.Parameter(distribute_tensor(torch.ones(4), flat_mesh(), [Shard(0)]))
-    with pytest.raises(ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"):
-        FusedAdam([p], offload="cpu")
 
 
 def test_a_compiled_step_leaves_the_graph():
@@ -333,21 +316,11 @@ def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step()
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype):
     """Codes and random bits, too: these belong to the parameter, wherever its op call is made."""
-
-    def trained(**options):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(n, 64).bfloat16()) for n in (3, 70, 64)]
-        what = {"state_dtype": state_dtype, "min_8bit_size": 0, "master_weights": "split", "seed": 3}
-        optimizer = FusedAdam(params, lr=0.01, **what, **options)
-        for step in range(4):
-            for i, p in enumerate(params):
-                p.grad = torch.full_like(p, 0.1 * (i + 1) * (-1) ** step)
-            optimizer.step()
-        saved = optimizer.state_dict()
-        resumed = FusedAdam([nn.Parameter(p.detach().clone()) for p in params], lr=0.01, **what, **options)
-        resumed.load_state_dict(saved)
-        again = resumed.state_dict()["state"]
-        return [p.detach() for p in params], saved["state"], again
-
-    for found, expected in zip(trained(offload="cpu"), trained(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    options = {"state_dtype": state_dtype, "min_8bit_size": 0, "seed": 3, "amsgrad": False}
+    both, resumed = pair("adam", **options), pair("adam", **options)
+    for step in range(4):
+        step_both(both, step)
+    assert_alike(both)
+    for optimizer, saver in zip(resumed, both, strict=True):
+        optimizer.load_state_dict(saver.state_dict())
+        assert_same(optimizer.state_dict()["state"], saver.state_dict()["state"])

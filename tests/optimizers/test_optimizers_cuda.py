@@ -18,15 +18,6 @@ def moved(params):
     return [nn.Parameter(p.detach().to(DEVICE)) for p in params]
 
 
-def run_on_device(optimizer, steps, first=0):
-    params = params_of(optimizer)
-    for step in range(first, first + steps):
-        give(
-            params, [g.to(p.device) for p, g in zip(params, gradients(parameters(params[0].dtype), step), strict=True)]
-        )
-        optimizer.step()
-
-
 def assert_close(name, a, b):
     """Muon's products of bf16 matrices are summed in another order on each device."""
     bounds = {"rtol": 0.0, "atol": 5e-3} if name == "muon" else {"rtol": 1e-5, "atol": 1e-6}
@@ -40,7 +31,7 @@ def test_as_on_the_cpu(name, masters):
     on_cpu = make(name, parameters(dtype))
     on_gpu = make(name, moved(parameters(dtype)))
     run(on_cpu, 5)
-    run_on_device(on_gpu, 5)
+    run(on_gpu, 5)
     key = "master_param" if masters else None
     for p, q in zip(params_of(on_gpu), params_of(on_cpu), strict=True):
         a, b = (o.state[t][key] if masters else t.detach() for o, t in ((on_gpu, p), (on_cpu, q)))
@@ -56,7 +47,7 @@ def test_a_group_on_two_devices(name):
     for o in (plain, optimizer):
         o.found_inf, o.grad_scale = torch.tensor(0.0), torch.tensor(2.0)
     run(plain, 3)
-    run_on_device(optimizer, 3)
+    run(optimizer, 3)
     for p, q in zip(mixed, params_of(plain), strict=True):
         assert_close(name, p.detach(), q.detach())
 
@@ -64,9 +55,9 @@ def test_a_group_on_two_devices(name):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_step_does_not_wait_for_the_device(name):
     optimizer = BY_NAME[name](moved(parameters()))
-    run_on_device(optimizer, 2)
+    run(optimizer, 2)
     optimizer.found_inf, optimizer.grad_scale = (torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE))
-    give(params_of(optimizer), [g.to(DEVICE) for g in gradients(params_of(optimizer), 0)])
+    give(params_of(optimizer), gradients(params_of(optimizer), 0))
     with no_host_sync():
         optimizer.step()
         optimizer.param_groups[0]["lr"] = torch.full((), 0.01, device=DEVICE)
@@ -85,7 +76,7 @@ def test_a_captured_step_follows_lr_flag_and_count(name):
         give(params, held)
         graph = torch.cuda.CUDAGraph()
         for step in range(8):
-            for g, value in zip(held, gradients(parameters(torch.bfloat16), step), strict=True):
+            for g, value in zip(held, gradients(params, step), strict=True):
                 g.copy_(value)
             optimizer.found_inf.fill_(step == 5)
             optimizer.param_groups[0]["lr"].fill_(0.01 / (step + 1))
@@ -110,13 +101,13 @@ def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(make):
     target.load_state_dict(source.state_dict())
     assert {t.device.type for s in target.state.values() for t in s.values()} == {DEVICE}
     assert target.param_groups[0]["lr"].device.type == DEVICE
-    run_on_device(target, 1)
+    run(target, 1)
 
 
 def test_larc_on_a_gpu():
     plain, on_gpu = (LARC(FusedSGD(p, lr=0.1, weight_decay=0.1)) for p in (parameters(), moved(parameters())))
     run(plain, 3)
-    run_on_device(on_gpu, 3)
+    run(on_gpu, 3)
     for p, q in zip(params_of(on_gpu), params_of(plain), strict=True):
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
 
@@ -132,7 +123,7 @@ def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
     for step in range(100):
         for optimizer in both:
             params = params_of(optimizer)
-            give(params, [g.to(DEVICE) for g in gradients(params, step)])
+            give(params, gradients(params, step))
             optimizer.found_inf = torch.full((), float(step % 9 == 4), device=DEVICE)
             optimizer.grad_scale = torch.full((), 8.0, device=DEVICE)
             optimizer.step()

@@ -8,10 +8,8 @@ from functools import partial
 import pytest
 import torch
 from kit import INF, assert_same, batch, each_copy, params_of, start, through_a_file, train
-from optimizer_cases import give, gradients, parameters
-from rank_processes import flat_mesh, on_ranks
+from optimizer_cases import give, gradients, masters_of, parameters
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
 from ampctx.optimizers import FusedAdam, SplitMasters
@@ -56,10 +54,6 @@ def step_both(plain, ours, steps, first=0):
         ours.step()
 
 
-def masters(optimizer):
-    return [p for group in optimizer.param_groups_master for p in group["params"]]
-
-
 def states(optimizer):
     """In the order of the parameters, without remainders."""
     found = [optimizer.state.get(p, {}) for p in params_of(optimizer)]
@@ -67,9 +61,9 @@ def states(optimizer):
 
 
 def assert_alike(plain, ours):
-    assert_same(masters(ours), [p.detach() for p in params_of(plain)])
+    assert_same(masters_of(ours), [p.detach() for p in params_of(plain)])
     assert_same(states(ours), states(plain))
-    for p, w in zip(params_of(ours), masters(ours), strict=True):
+    for p, w in zip(params_of(ours), masters_of(ours), strict=True):
         assert (p.float() - w).abs().max() <= (w.abs() * 2**-8).max()
 
 
@@ -113,7 +107,7 @@ def test_an_lr_scheduler_groups_and_frozen_parameters():
             give(params, [None, *grads[1:]] if step == 1 else grads)
             optimizer.step()
             scheduler.step()
-        found.append([p.detach() for p in params] if wide else masters(optimizer))
+        found.append([p.detach() for p in params] if wide else masters_of(optimizer))
     assert_same(*found)
 
 
@@ -140,7 +134,7 @@ def test_a_changed_weight_counts():
         p.zero_()
     p.grad = torch.ones_like(p)
     ours.step()
-    torch.testing.assert_close(masters(ours)[0], torch.full((3, 5), -0.01))
+    torch.testing.assert_close(masters_of(ours)[0], torch.full((3, 5), -0.01))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -169,10 +163,10 @@ def test_the_class_loads_its_state_and_the_other_way():
 def test_a_copy_goes_on_by_itself(copied):
     plain, ours = pair("NAdam")
     step_both(plain, ours, 2)
-    twin, before = copied(ours), [w.clone() for w in masters(ours)]
+    twin, before = copied(ours), [w.clone() for w in masters_of(ours)]
     step_both(plain, twin, 2, first=2)
     assert_alike(plain, twin)
-    assert_same(masters(ours), before)
+    assert_same(masters_of(ours), before)
 
 
 @pytest.mark.parametrize("now", [torch.float32, torch.float64], ids=str)
@@ -232,7 +226,7 @@ def test_under_amp_it_trains_like_fused_adam(session):
         model, optimizer = start(session, "O5", make, **options)
         train(session, model, optimizer, 20, overflow_at=OVERFLOW_AT, max_norm=0.5)
         assert session.skipped_steps(optimizer) == 3
-        found.append([w.detach().clone() for w in masters(optimizer)])
+        found.append([w.detach().clone() for w in masters_of(optimizer)])
         session.reset()
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
@@ -251,7 +245,7 @@ def test_with_a_grad_scaler_it_trains_like_fused_adam():
             scaler.update()
             optimizer.zero_grad()
         assert skips == 3
-        found.append([w.detach().clone() for w in masters(optimizer)])
+        found.append([w.detach().clone() for w in masters_of(optimizer)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -291,21 +285,14 @@ def test_fp16_is_refused_by_name():
     assert params_of(optimizer) == low
 
 
-@on_ranks(1)
-def test_a_dtensor_is_refused():
-    p = nn.Parameter(distribute_tensor(torch.ones(4).bfloat16(), flat_mesh(), [Shard(0)]))
-    with pytest.raises(ampctx.AmpError, match="not support DTensors, .* Use FusedAdam"):
-        SplitMasters(torch.optim.NAdam, [p])
-
-
 def test_a_sparse_gradient_changes_nothing():
     _, ours = pair("NAdam")
     give(params_of(ours), gradients(params_of(ours), 0))
     params_of(ours)[2].grad = params_of(ours)[2].grad.to_sparse()
-    before = [w.clone() for w in masters(ours)]
+    before = [w.clone() for w in masters_of(ours)]
     with pytest.raises(ampctx.AmpError, match=r"SplitMasters does not support sparse gradients, .*\['params'\]\[2\]"):
         ours.step()
-    assert_same(masters(ours), before)
+    assert_same(masters_of(ours), before)
 
 
 @pytest.mark.parametrize("damaged", [lambda r: r.float(), lambda r: r[:1], lambda r: 3])

@@ -103,7 +103,7 @@ class Run:
         return through_a_file({part: getattr(self, part).state_dict() for part in PARTS if getattr(self, part)})
 
 
-@pytest.mark.full(but=48)
+@pytest.mark.full(but=36)
 @pytest.mark.parametrize(("name", "kind", "how"), ROWS)
 def test_a_run_goes_on_in_any_order_of_loads(name, kind, how):
     how = HOW[how]

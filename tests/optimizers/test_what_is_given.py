@@ -91,14 +91,6 @@ def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_parameters_of_float64_are_stepped(name):
-    params = parameters(torch.float64, shapes=[(3,)])
-    before = [p.detach().clone() for p in params]
-    run(BY_NAME[name](params), 1)
-    assert not torch.equal(params[0], before[0])
-
-
 # --- numbers of other libraries ---------------------------------------------------------------------------------------
 
 

@@ -31,37 +31,35 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
 EVERY_TABLE = (7, 300)
 INV_SCALE, LR = 0.5, 0.5
-_ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
-_SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
-# Op, lists of state, how many of its lists stay empty, numbers.
-ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
-    "adam": ("adam", 2, 1, _ADAM),
-    "amsgrad": ("adam", 3, 0, _ADAM),
-    "sgd": ("sgd", 0, 1, {"momentum": 0.0, **_SGD}),
-    "momentum": ("sgd", 1, 0, {"momentum": 0.9, **_SGD}),
-    "lion": ("lion", 1, 0, {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
-    "muon": ("muon", 1, 0, {"momentum": 0.95, "nesterov": True}),
-    "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
+_DECAY = {"weight_decay": 0.1}
+_ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
+_SGD = {"dampening": 0.0, "nesterov": False, "wd_after_momentum": False, **_DECAY}
+_LAMB = {**_ADAM, "eps": 1e-6, "max_grad_norm": 1.0}
+_NOVOGRAD = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, **_DECAY}
+# Op, how many of its lists of state are in use, numbers.
+Row = tuple[str, int, dict[str, Any]]
+ELEMENTWISE: dict[str, Row] = {
+    "adam": ("adam", 2, _ADAM),
+    "amsgrad": ("adam", 3, _ADAM),
+    "sgd": ("sgd", 0, {"momentum": 0.0, **_SGD}),
+    "momentum": ("sgd", 1, {"momentum": 0.9, **_SGD}),
+    "lion": ("lion", 1, {"beta1": 0.9, "beta2": 0.99, **_DECAY}),
+    "muon": ("muon", 1, {"momentum": 0.95, "nesterov": True}),
+    "adagrad": ("adagrad", 1, {"eps": 1e-8, "adagrad_w_mode": True, **_DECAY}),
 }
-# Ops whose states may be codes or bf16 that is rounded at random, numbers, and state in other forms: of the first list
-# and the second.
-ROUNDED: dict[str, dict[str, Any]] = {
-    "adam": _ADAM,
-    "sgd": {"momentum": 0.9, **_SGD},
-    "lion": ELEMENTWISE["lion"][3],
-    "muon": ELEMENTWISE["muon"][3],
-    "novograd": {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, "weight_decay": 0.1},
-    "lamb": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0},
-    "lamb without ratio": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0},
+LAYERWISE: dict[str, Row] = {
+    "lamb": ("lamb", 2, _LAMB),
+    "lamb without ratio": ("lamb", 2, {**_LAMB, "weight_decay": 0.0}),
+    "nvlamb": ("lamb", 2, {**_LAMB, "weight_decay": 0.0, "use_nvlamb": True}),
+    "novograd": ("novograd", 1, _NOVOGRAD),
+    "novograd inf": ("novograd", 1, {**_NOVOGRAD, "inf_norm": True}),
 }
+STEPS = {**ELEMENTWISE, **LAYERWISE}
+# Those whose states may be codes, or bf16 that is rounded at random, and such forms of their first list and the second.
+ROUNDED = ("adam", "momentum", "lion", "muon", "novograd", "lamb", "lamb without ratio")
 FORMS = (("codes", "codes"), (torch.bfloat16, "codes"), ("codes", torch.float32))
 # Tensors, some of them empty, that these kernels have in a small table.
 ROUNDED_SMALL = 52
-LAMB = {
-    "lamb": {"weight_decay": 0.1, "use_nvlamb": False},
-    "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
-    "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
-}
 
 
 # Around nothing, a vector of 16 bytes, a warp, the 256 threads of a block, and the blocks of both backends.
@@ -236,11 +234,6 @@ class Exercise:
         values = torch.randn(self.layout.elements, device=self.device)
         return (values + torch.where(values < 0, -0.1, 0.1)).to(self.dtype)  # torch draws 0 now and then
 
-    def of_each(self, value: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-        """One fp32 number for each tensor."""
-        numbers = torch.full((len(self.layout.sizes),), value, device=self.device)
-        return numbers, list(numbers.unbind())
-
     def intact(self, name: str, lists: Iterable[TensorList]) -> None:
         for number, tensors in enumerate(lists):
             self.checks.add(f"{name}: memory around list {number}", tensors.is_intact())
@@ -324,25 +317,57 @@ class Exercise:
             return {"rtol": max(torch.finfo(self.dtype).eps ** 2, 1e-5), "atol": 1e-5}
         return self.rounding if write_back in ("nearest", "stochastic") else {"rtol": 1e-5, "atol": 1e-5}
 
-    def extras(self, params: TensorList, extra: torch.dtype | None) -> list[TensorList]:
-        return [self.layout.full(0, extra)] if extra else []
+    def prepared(
+        self, name: str, write_back: str, extra: torch.dtype | None, form: Sequence = (torch.float32,) * 3, **more: Any
+    ) -> tuple[dict[str, TensorList], dict[str, Tensor], dict[str, list[Tensor]], Callable[[Tensor], None]]:
+        """Of a call of an op: its lists, its numbers of each tensor, both as tensors and the scales of codes, and what
+        makes the call by a flag. ``form``: the types of the states."""
+        layout, (op, states, options) = self.layout, STEPS[name]
+        made = {"grads": layout.make(self.random()), "params": layout.make(self.random(), odd=True)}
+        scales: dict[str, list[Tensor]] = {}
+        for i, (state, dtype) in enumerate(zip(SPECS[op].sized[:states], form, strict=False)):
+            if dtype == "codes":
+                of_each = [codes.blocks_of(n) for n in layout.sizes]
+                scales[state.scales] = list(torch.zeros(sum(of_each), device=self.device).split(of_each))
+            made[state.name] = layout.full(0, codes.DTYPES[state.code] if dtype == "codes" else dtype, odd=i % 2 == 0)
+        if extra:
+            made["extras"] = layout.full(0, extra)
+        numbers = {state.name: torch.zeros(len(layout.sizes), device=self.device) for state in SPECS[op].one_element}
+        lists: dict[str, list[Tensor]] = {state.name: [] for state in SPECS[op].sized} | {"extras": []} | scales
+        lists |= {key: x.tensors for key, x in made.items()} | {key: [*n.unbind()] for key, n in numbers.items()}
+        given = {"inv_scale": INV_SCALE, "lr": self.lr, "seed": 1, **self.aside, **options, **more}
+
+        def step(found_inf: Tensor) -> None:
+            how = {"found_inf": found_inf, "write_back": write_back, "unscale_grads": self.unscales}
+            getattr(optimizer_ops, op)(**lists, **how, **given)
+
+        return made, numbers, lists, step
+
+    def by_reference(self, name: str, lists: dict[str, list[Tensor]], write_back: str, **more: Any) -> None:
+        """The step of the reference. ``lists``: what it changes."""
+        op, _, options = STEPS[name]
+        given: dict[str, Any] = {number.name: number.default for number in SPECS[op].numbers}
+        given |= {"inv_scale": torch.tensor(INV_SCALE), "lr": self.lr, "found_inf": self.flag(), "maximize": False}
+        given |= {"seed": 1, "write_back": reference.WRITE_BACKS.index(write_back)}
+        reference.run(op, given | {key: [] for key in SPECS[op].lists} | options | more | lists)
 
     def stepped(
-        self, name: str, lists: list[TensorList], numbers: list[Tensor], write_back: str, step: Callable[[Tensor], None]
+        self, name: str, lists: Sequence[TensorList], numbers: dict[str, Tensor], step: Callable[[Tensor], None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs a step that an overflow skips, and one that is taken: all values before and after. ``lists`` has params
-        first, extras last where there are any; ``numbers`` are those of each tensor."""
-        before, of_each = [x.flat() for x in lists], [n.clone() for n in numbers]
+        """Runs a step that an overflow skips, and one that is taken: all values of the lists before and after.
+        ``numbers`` are those of each tensor."""
+        before, of_each = [x.flat() for x in lists], {key: n.clone() for key, n in numbers.items()}
         counted = self.skips + torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], device=self.device)
         step(self.flag(1.0))
         for i, (x, old) in enumerate(zip(lists, before, strict=True)):
             self.checks.same(f"{name}: list {i} after an overflow", x.flat(), old)
-        for n, old in zip(numbers, of_each, strict=True):
-            self.checks.same(f"{name}: numbers after an overflow", n.clone(), old)
+        for key, n in numbers.items():
+            self.checks.same(f"{name}: {key} after an overflow", n.clone(), of_each[key])
         step(self.flag())
         if numbers:  # not LARC, which takes no step
             counted[1], counted[3] = 0.0, 8.0
             self.checks.same(f"{name}: counts of skips", self.skips.clone(), counted)
+            self.checks.same(f"{name}: counts", numbers["steps"].clone(), of_each["steps"] + 1)
         self.intact(name, lists)
         return before, [x.flat() for x in lists]
 
@@ -354,144 +379,66 @@ class Exercise:
 
     def elementwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
         """Two steps, beside the reference's over one tensor with all elements."""
-        op, states, empty, options = ELEMENTWISE[name]
-        layout, checks = self.layout, self.checks
-        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
-        moments = [layout.full(0.0, torch.float32, odd=i % 2 == 0) for i in range(states)]
-        extras = self.extras(params, extra)
-        counts, steps = self.of_each()
-        left_out: list[list[Tensor]] = [[]] * empty
-        inv_scale = torch.tensor(INV_SCALE)
-
-        def step(found_inf: Tensor) -> None:
-            lists = (grads, params, *moments)
-            getattr(optimizer_ops, op)(
-                *(x.tensors for x in lists), *left_out, extras[0].tensors if extras else [], steps, found_inf,
-                INV_SCALE, self.lr, write_back=write_back, seed=1, unscale_grads=self.unscales,
-                **self.aside, **options,
-            )  # fmt: skip
-
+        made, numbers, _, step = self.prepared(name, write_back, extra)
+        grads = made.pop("grads")
         # What a stochastic write back rounds is what a copy would hold.
         way, held = (write_back, extra) if write_back != "stochastic" else ("copy", torch.float32)
         for taken in (0.0, 1.0):
-            what = f"{name}, {write_back}, step {taken + 1:.0f}"
-            g = grads.flat()
-            (p, *state), after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+            what, g = f"{name}, {write_back}, step {taken + 1:.0f}", grads.flat()
+            before, values = self.stepped(what, [*made.values()], numbers, step)
             self.left(what, grads, g)
-            count = torch.full((), taken, device=self.device)
-            rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
-            no_scales: list[list[Tensor]] = [[]] * len(SPECS[op].coded)
-            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count], *no_scales, [])
-            given = dict(zip(SPECS[op].lists, lists, strict=True))
-            given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
-            numbers = {number.name: number.default for number in SPECS[op].numbers}
-            reference.run(op, {**numbers, **given, "write_back": reference.WRITE_BACKS.index(way), **options})
-            got = self.weights(after[0], after[-1] if extras else None, write_back)
-            checks.close(what, got, self.weights(p, rest[0] if rest else None, way), **self.tolerance(write_back))
-            for i, (s, want) in enumerate(zip(after[1:], state, strict=False)):
-                checks.close(f"{what}, state {i}", s, want, 1e-5, 1e-7)
-            checks.same(f"{what}: counts", counts.clone(), torch.full_like(counts, taken + 1))
+            after = dict(zip(made, values, strict=True))
+            whole = {"grads": [g], **{key: [value] for key, value in zip(made, before, strict=True)}}
+            if held and not extra:
+                whole["extras"] = [torch.zeros_like(whole["params"][0], dtype=held)]
+            self.by_reference(name, {**whole, "steps": [torch.full((), taken, device=self.device)]}, way)
+            got = self.weights(after["params"], after.get("extras"), write_back)
+            want = self.weights(whole["params"][0], whole["extras"][0] if held else None, way)
+            self.checks.close(what, got, want, **self.tolerance(write_back))
+            for key in after.keys() - {"params", "extras"}:
+                self.checks.close(f"{what}, {key}", after[key], whole[key][0], 1e-5, 1e-7)
 
-    def lamb(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
-        """A first step: Adam's direction is the sign of the gradient."""
-        layout, options = self.layout, LAMB[name]
-        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
-        moments = [layout.full(0.0, torch.float32, odd=i == 0) for i in range(2)]
-        extras = self.extras(params, extra)
-        counts, steps = self.of_each()
-
-        def step(found_inf: Tensor) -> None:
-            optimizer_ops.lamb(
-                grads.tensors, params.tensors, *(m.tensors for m in moments), extras[0].tensors if extras else [],
-                steps, found_inf, INV_SCALE, self.lr, torch.full_like(self.lr, 2.0), beta1=0.9, beta2=0.99, eps=0.0,
-                max_grad_norm=1.0, write_back=write_back, seed=1, unscale_grads=self.unscales,
-                **self.aside, **options,
-            )  # fmt: skip
-
-        what, g = f"{name}, {write_back}", grads.flat()
-        before, after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
-        self.left(what, grads, g)
-        w = before[0].double()
-        u = g.double().sign() + options["weight_decay"] * w
-        of_w, of_u = layout.norms(w), layout.norms(u)
-        ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)
-        if name == "lamb without ratio":
-            ratio = torch.ones_like(ratio)
-        got = self.weights(after[0], after[-1] if extras else None, write_back)
-        self.checks.close(what, got, w - LR * layout.spread(ratio) * u, **self.tolerance(write_back))
-        clipped = g.double() * INV_SCALE / 2
-        self.checks.close(f"{what}, first moment", after[1], 0.1 * clipped, 1e-5, 1e-7)
-        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
-
-    def novograd(self, inf_norm: bool, write_back: str, extra: torch.dtype | None) -> None:
-        """A first step, whose running norm is the norm of the gradient."""
-        layout = self.layout
-        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
-        moment, extras = layout.full(0.0, torch.float32), self.extras(params, extra)
-        counts, steps = self.of_each()
-        norms, of_each = self.of_each()
-
-        def step(found_inf: Tensor) -> None:
-            optimizer_ops.novograd(
-                grads.tensors, params.tensors, moment.tensors, extras[0].tensors if extras else [], of_each, steps,
-                found_inf, INV_SCALE, self.lr, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, inf_norm=inf_norm,
-                write_back=write_back, seed=1, unscale_grads=self.unscales, **self.aside,
-            )  # fmt: skip
-
-        given = grads.flat()
-        what = f"novograd, {'inf' if inf_norm else 'l2'}, {write_back}"
-        before, after = self.stepped(what, [params, moment, *extras], [counts, norms], write_back, step)
+    def layerwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
+        """A first step, beside its formula: Adam's direction is the sign of the gradient, and NovoGrad's running norm
+        is that of the gradient."""
+        layout, (op, _, options) = self.layout, STEPS[name]
+        more = {"global_grad_norm": torch.full_like(self.lr, 2.0), "eps": 0.0} if op == "lamb" else {}
+        made, numbers, _, step = self.prepared(name, write_back, extra, **more)
+        grads = made.pop("grads")
+        what, given = f"{name}, {write_back}", grads.flat()
+        before, after = self.stepped(what, [*made.values()], numbers, step)
         self.left(what, grads, given)
         w, g = before[0].double(), given.double() * INV_SCALE
-        n = layout.largest(g) if inf_norm else layout.norms(g)
-        self.checks.close(f"{what}: norms", norms.clone(), n, 1e-5)
-        self.checks.close(f"{what}: moment", after[1], 0.1 * g, 1e-5, 1e-7)
-        denominator = layout.spread(n) / 0.5**0.5 + 1e-8
-        got = self.weights(after[0], after[-1] if extras else None, write_back)
-        self.checks.close(what, got, w - LR * (g / denominator + 0.1 * w), **self.tolerance(write_back))
-        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+        if op == "lamb":
+            moment, u = g / 2, g.sign() + options["weight_decay"] * w
+            of_w, of_u = layout.norms(w), layout.norms(u)
+            has_ratio = (of_w != 0) & (of_u != 0) & (name != "lamb without ratio")
+            u = layout.spread(torch.where(has_ratio, of_w / of_u, 1.0)) * u
+        else:
+            moment, n = g, layout.largest(g) if "inf_norm" in options else layout.norms(g)
+            self.checks.close(f"{what}: norms", numbers["exp_avg_sqs"].clone(), n, 1e-5)
+            u = g / (layout.spread(n) / 0.5**0.5 + 1e-8) + 0.1 * w
+        self.checks.close(f"{what}: moment", after[1], 0.1 * moment, 1e-5, 1e-7)
+        got = self.weights(after[0], after[-1] if extra else None, write_back)
+        self.checks.close(what, got, w - LR * u, **self.tolerance(write_back))
 
     def rounded(self, name: str, form: tuple[Any, Any], write_back: str, extra: torch.dtype | None) -> None:
         """Two steps of states in fewer bits, beside the reference's with the same random bits."""
-        layout, options = self.layout, ROUNDED[name]
-        op = name.split()[0]
-        numbers = torch.arange(sum(n > 0 for n in layout.sizes), device=self.device).flip(0) * 3
-        states = [state for state in SPECS[op].sized if state.key != "max_exp_avg_sq"]
-        found = {"grads": layout.make(self.random()), "params": layout.make(self.random(), odd=True)}
-        scales: dict[str, list[Tensor]] = {}
-        for i, (state, dtype) in enumerate(zip(states, form, strict=False)):
-            if dtype == "codes":
-                of_each = [codes.blocks_of(n) for n in layout.sizes]
-                scales[state.scales] = list(torch.zeros(sum(of_each), device=self.device).split(of_each))
-            found[state.name] = layout.full(0, codes.DTYPES[state.code] if dtype == "codes" else dtype, odd=i == 0)
-        written = [*found][1:]
-        if extra:
-            found["extras"] = layout.full(0, extra)
-        lists = {"extras": [], **{key: x.tensors for key, x in found.items()}, **scales}
-        if op == "adam":
-            lists["max_exp_avg_sqs"] = []
-        counts, lists["steps"] = self.of_each()
-        if op == "novograd":
-            lists["exp_avg_sqs"] = self.of_each()[1]
-        same = {"numbers": numbers, "stochastic_state": True, "seed": 1, "unscale_grads": self.unscales}
-        factors = {"global_grad_norm": torch.full_like(self.lr, 2.0)} if op == "lamb" else {}
-
-        def step(found_inf: Tensor) -> None:
-            aside = {"found_inf": found_inf, "inv_scale": INV_SCALE, "lr": self.lr, **factors, **self.aside}
-            getattr(optimizer_ops, op)(**lists, **aside, **same, **options, write_back=write_back)
-
+        numbers = torch.arange(sum(n > 0 for n in self.layout.sizes), device=self.device).flip(0) * 3
+        more = {"numbers": numbers, "stochastic_state": True}
+        if STEPS[name][0] == "lamb":
+            more["global_grad_norm"] = torch.full_like(self.lr, 2.0)
+        made, of_each, lists, step = self.prepared(name, write_back, extra, form, **more)
         what = f"{name}, states {form}, {write_back}"
-        for taken in (0.0, 1.0):
+        for taken in (1, 2):
             expected = {key: [t.clone() for t in tensors] for key, tensors in lists.items()}
-            flats = [found[key] for key in [*written, *(["extras"] if extra else [])]]
-            self.stepped(f"{what}, step {taken + 1:.0f}", flats, [counts], write_back, step)
-            given = {"found_inf": self.flag(), "inv_scale": torch.tensor(INV_SCALE), "lr": self.lr, "maximize": False}
-            given |= {number.name: number.default for number in SPECS[op].numbers} | options | same | factors | expected
-            reference.run(op, {**given, "write_back": reference.WRITE_BACKS.index(write_back)})
-            self.alike(what, lists, expected, scales, write_back)
-        self.intact(what, found.values())
+            written = [x for key, x in made.items() if key != "grads"]
+            self.stepped(f"{what}, step {taken}", written, {"steps": of_each["steps"]}, step)
+            self.by_reference(name, expected, write_back, unscale_grads=self.unscales, **more)
+            self.alike(what, lists, expected, write_back)
+        self.intact(what, made.values())
 
-    def alike(self, what: str, lists: dict, expected: dict, scales: dict, write_back: str) -> None:
+    def alike(self, what: str, lists: dict, expected: dict, write_back: str) -> None:
         """Checks what a rounded step has left. A last bit of fp32 may decide now and then how a state is rounded."""
         for key, tensors in lists.items():
             if not tensors or key in ("params", "extras"):
@@ -526,13 +473,11 @@ class Exercise:
         grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
 
         def step(found_inf: Tensor) -> None:
-            optimizer_ops.larc(
-                grads.tensors, params.tensors, found_inf, INV_SCALE, self.lr, trust_coefficient=0.25, eps=1e-8,
-                weight_decay=0.1, clip=clip,
-            )  # fmt: skip
+            options = {"trust_coefficient": 0.25, "eps": 1e-8, "weight_decay": 0.1, "clip": clip}
+            optimizer_ops.larc(grads.tensors, params.tensors, found_inf, INV_SCALE, self.lr, **options)
 
         what = f"larc, {'clipped' if clip else 'plain'}"
-        before, after = self.stepped(what, [grads], [], "nearest", step)
+        before, after = self.stepped(what, [grads], {}, step)
         g, w = before[0].double() * INV_SCALE, params.flat().double()
         of_g, of_w = layout.norms(g), layout.norms(w)
         rate = 0.25 * of_w / (of_g + of_w * 0.1 + 1e-8)
@@ -549,10 +494,8 @@ class Exercise:
             for self.unscales in (False, True) if write_back in ("nearest", "copy") else (False,):
                 for name in ELEMENTWISE:
                     self.elementwise(name, write_back, extra)
-                for name in LAMB:
-                    self.lamb(name, write_back, extra)
-                for inf_norm in (False, True):
-                    self.novograd(inf_norm, write_back, extra)
+                for name in LAYERWISE:
+                    self.layerwise(name, write_back, extra)
         for clip in (False, True):
             self.larc(clip)
         self.checks.settle()
