@@ -102,12 +102,7 @@ def fully_shard(
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
         stays = hand_over | kept.modules
-    lost = [name for name, p in model.named_parameters() if getattr(p, "grad_dtype", p.dtype) != p.dtype]
-    if lost and is_rank_zero():
-        warn(
-            "fully_shard: torch shards parameters without their grad_dtype, so gradients of "
-            f"{listed(lost)} get the dtype of the parameter. reduce_dtype sets the dtype in which ranks sum them."
-        )
+    wanted = {name: p.grad_dtype for name, p in model.named_parameters()}
     from torch.distributed import fsdp
 
     # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may
@@ -128,6 +123,13 @@ def fully_shard(
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
         note_given(module, given, mesh)
+    # torch before 2.15
+    lost = [name for name, p in model.named_parameters() if p.grad_dtype != wanted[name]]
+    if lost and is_rank_zero():
+        warn(
+            "fully_shard: torch shards parameters without their grad_dtype, so gradients of "
+            f"{listed(lost)} get the dtype of the parameter. reduce_dtype sets the dtype in which ranks sum them."
+        )
     return model
 
 

@@ -219,20 +219,26 @@ def test_dtensors_step_as_plain_tensors(name, how, mesh):
 
 
 @pytest.mark.parametrize("level", LEVELS_HERE)
-def test_fully_shard_knows_no_grad_dtype(level, mesh):
-    """torch's shards have that of their own, and refuse another in their backward: the steps stay those without it."""
-    found = []
-    for grad_dtype in (None, B16):
-        model, session = fully_shard(mlp(grad_dtype), mesh=mesh), AmpSession()
-        model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
-        backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
-        assert {p.grad.dtype for p in model.parameters()} == {F32}
-        optimizer.step()
-        found.append([p.full_tensor().detach() for p in model.parameters()])
-        optimizer.zero_grad()
+def test_shards_step_by_the_grad_dtype_that_torch_leaves_them(level, mesh):
+    """torch before 2.15 drops it, and refuses one that a shard gets in its backward."""
+    model, session = fully_shard(mlp(B16), mesh=mesh), AmpSession()
+    kept = {p.grad_dtype for p in model.parameters()}
+    model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
+    twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in model.parameters()]
+    backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
+    assert {p.grad.dtype for p in model.parameters()} == kept
+    for twin, p in zip(twins, model.parameters(), strict=True):
+        twin.grad_dtype = p.grad.dtype
+        twin.grad = p.grad.full_tensor()
+    beside = FusedAdam(twins)
+    beside.load_state_dict({**beside.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    for each in (optimizer, beside):
+        each.step()
+    assert_same([p.full_tensor() for p in model.parameters()], [twin.detach() for twin in twins])
+    optimizer.zero_grad()
+    if kept == {F32}:
         for p in model.parameters():
             p.grad_dtype = B16
         with pytest.raises(RuntimeError, match="grad_dtype"):
             backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
-        session.reset()
-    assert_same(*found)
+    session.reset()

@@ -192,10 +192,9 @@ def test_a_grad_dtype_that_torch_drops_is_told(mesh, said):
     model = mlp()
     model[2].weight.grad_dtype = torch.bfloat16
     fully_shard(model, "O5", mesh=mesh)
-    assert model[2].weight.grad_dtype == torch.float32
-    assert "without their grad_dtype, so gradients of 2.weight get" in said()[0]
+    drops = model[2].weight.grad_dtype == torch.float32  # torch before 2.15
     fully_shard(mlp(), "O5", mesh=mesh)
-    assert len(said()) == 1
+    assert [("without their grad_dtype, so gradients of 2.weight get" in text) for text in said()] == [True] * drops
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
