@@ -255,6 +255,18 @@ def ready(*parameters: Any, scaler: Any = None, make: Callable = torch.optim.SGD
     return scaler, make(parameters, lr=1.0, **options)
 
 
+def scales(scaler: Any, flags: Iterable[int]) -> list[float]:
+    """The scale of a GradScaler after each of these iterations, which overflow where the flag is set."""
+    found, (_, optimizer) = [], ready(p := parameter([1.0]), scaler=scaler)
+    for flag in flags:
+        scaler.scale(torch.ones(()))
+        p.grad = torch.tensor([INF if flag else 0.0])
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
 def grads(session: Any, optimizer: Any) -> list[Tensor | None]:
     return [p.grad for p in session.master_params(optimizer)]
 

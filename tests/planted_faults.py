@@ -422,7 +422,7 @@ FAULTS = [
     ),
     Fault(
         "the count of clean steps is not loaded", "ampctx",
-        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_formats.py {AMP}loss_scale.py",
     ),
     Fault(
         "a save drops the gradients that wait", "ampctx",
