@@ -1,12 +1,10 @@
 """Parameters that change, are shared, or get gradients outside of blocks."""
 
-import contextlib
-
 import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
 from host_reads import HostReads
-from kit import LEVELS, START, Probe, backward, grads, loss_of, mlp, probe, probes, scale_of
+from kit import LEVELS, Probe, backward, grads, loss_of, mlp, probe, probes
 
 from ampctx import AmpError, amp, clip_grad_norm_
 
@@ -144,29 +142,6 @@ def test_zero_grad_ends_a_window(session, level):
         session.reset()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_delayed_gradients_stay_scaled_in_the_model(session, level):
-    """So that DistributedDataParallel reduces the sum with the last of them."""
-    model, optimizer = probe(session, level, n_losses=2, loss_scale=8.0)
-    session.loss_scales[1].set(32.0)
-    backward(session, model.loss(1.0), optimizer)
-    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
-    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
-    assert model.weight.grad.eq(16).all()
-    backward(session, model.loss(1.0), optimizer, loss_id=1)
-    assert all(g.eq(4).all() for g in grads(session, optimizer))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("factor", [1.0, float("inf")])
-def test_a_step_right_after_a_delayed_block(session, level, factor):
-    model, optimizer = probe(session, level)
-    backward(session, model.loss(factor), optimizer, delay_unscale=True)
-    optimizer.step()
-    assert model.weight.eq(1.875 if factor == 1.0 else 2.0).all()
-    assert scale_of(session) == (START if factor == 1.0 else START / 2)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("then", ["step", "reset", "read"])
 def test_loaded_weights_count_without_another_block(session, level, then):
@@ -181,23 +156,6 @@ def test_loaded_weights_count_without_another_block(session, level, then):
     else:
         session.reset()
     assert model.weight.eq(0).all()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
-def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(session, level, raises):
-    models, optimizers = probes(session, level, loss_scale=128.0)
-    with (
-        pytest.raises(MemoryError) if raises else contextlib.nullcontext(),
-        session.scale_loss(sum(m.loss(1.0) for m in models), optimizers[0]) as scaled,
-    ):
-        scaled.backward()
-        if raises:
-            raise MemoryError
-    for optimizer in optimizers:
-        optimizer.step()
-    assert models[0].weight.eq(2.0 if raises else 1.875).all()
-    assert all(torch.equal(p, q) for p, q in zip(Probe().parameters(), models[1].parameters(), strict=True))
 
 
 @pytest.mark.parametrize("level", LEVELS)
