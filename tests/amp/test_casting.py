@@ -46,12 +46,9 @@ def dtypes(model):
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def test_fp32_fp64_and_cpu_models_pass():
-    check_models([Mixed(), nn.Linear(2, 2).double(), nn.Module()], allow_16bit=False)
-
-
 @half_dtypes
 def test_16_bit_models_are_refused(dtype):
+    check_models([Mixed(), nn.Linear(2, 2).double(), nn.Module()], allow_16bit=False)
     kind = {HALF: "torch.HalfTensor", BF16: "torch.BFloat16Tensor"}[dtype]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
     with pytest.raises(AmpError, match=rf"^Found param 1.weight with type {kind}.*model\.float\(\)"):
@@ -101,11 +98,15 @@ def test_what_is_cast(dtype, keep):
             expected[name] = dtype
     undo, _ = cast_model(model, dtype, keep)
     assert dtypes(model) == expected
+    assert cast_model(model, dtype, keep)[1] == {}  # nothing is left to cast
     # The same objects: ties and optimizers hold on to them.
     assert all(t is before[name] for name, t in tensors(model).items())
     assert model.tied.weight is model.fc.weight
+    for t in (model.fc.weight, model.scale):
+        t.data.fill_(1.5)
     undo()
     assert dtypes(model) == dtypes(Mixed())
+    assert all(t.eq(1.5).all() for t in (model.fc.weight, model.scale))
 
 
 def test_parameters_of_the_users_own_beside_statistics_are_cast():
@@ -121,29 +122,6 @@ def test_parameters_of_the_users_own_beside_statistics_are_cast():
     cast_model(model, HALF, True)
     assert (model[1].running_mean.dtype, model[1].running_var.dtype, model[1].gain.dtype) == (FLOAT, FLOAT, HALF)
     assert model(torch.randn(6, 4).half()).dtype == HALF
-
-
-def test_originals_are_the_exact_fp32_values():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    exact = {n: p.detach().clone() for n, p in model.named_parameters()}
-    _, originals = cast_model(model, HALF, True)
-    assert set(originals) == set(model[0].parameters())
-    assert torch.equal(originals[model[0].weight], exact["0.weight"])
-    assert not torch.equal(model[0].weight.float(), exact["0.weight"])
-    _, nothing = cast_model(model, HALF, True)
-    assert nothing == {}
-
-
-def test_undo_keeps_current_values():
-    model = Mixed()
-    undo, _ = cast_model(model, HALF, True)
-    with torch.no_grad():
-        model.fc.weight.fill_(1.5)
-        model.scale.fill_(2.5)
-    undo()
-    assert torch.equal(model.fc.weight, torch.full((4, 4), 1.5))
-    assert torch.equal(model.scale, torch.full((2,), 2.5))
-    assert model.wide.dtype == torch.float64
 
 
 def test_gradients_are_cast_along_and_back():

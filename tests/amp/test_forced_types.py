@@ -2,9 +2,6 @@
 
 import copy
 import functools
-import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from kit import (
     OPTIMIZERS,
     TORCH_2_11,
     backward,
+    each_copy,
     every_level,
     goes_on_where_dynamo_ends,
     in_thread,
@@ -352,7 +350,7 @@ def test_models_and_names_of_several_models(session):
 
 
 @every_level
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_copies_of_the_model(session, level, copied):
     model = Network()
     session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
@@ -621,19 +619,16 @@ def test_a_function_in_place_gives_the_tensor_that_it_wrote(session):
     assert torch.equal(narrow, expected)
 
 
-def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs():
-    code = """
-import torch, torch.nn.functional as F
-from ampctx.amp import AmpSession
-own = F.binary_cross_entropy
-one, two = AmpSession(), AmpSession()
-one.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
-assert own not in torch.overrides.get_overridable_functions()[F]  # torch keeps what it finds here
-one.reset()
-assert F.binary_cross_entropy is own
-two.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["binary_cross_entropy", "softmax"])
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs(session):
+    torch.overrides._get_overridable_functions.cache_clear()  # torch keeps what it finds
+    own, other = F.binary_cross_entropy, AmpSession()
+    other.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert own not in torch.overrides.get_overridable_functions()[F]
+    other.reset()
+    assert F.binary_cross_entropy is own
+    session.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["binary_cross_entropy", "softmax"])
+    session.reset()
+    torch.overrides._get_overridable_functions.cache_clear()
 
 
 def test_nothing_is_replaced_when_nothing_is_asked_for(session):

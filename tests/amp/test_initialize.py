@@ -124,13 +124,9 @@ def test_gradients_from_before_initialize_are_kept(session):
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"opt_level": "02"}, AmpError, "Unexpected optimization level"),
-        ({"opt_level": "O1", "master_weights": True}, AmpError, "master_weights"),
         ({"opt_level": "O2", "loss_scale": "high"}, AmpValueError, "loss_scale"),
-        ({"opt_level": "O2", "cast_model_outputs": torch.int32}, AmpTypeError, "cast_model_outputs"),
         ({"num_losses": 0}, AmpValueError, "num_losses is 0"),
         ({"num_losses": 1.5}, AmpValueError, "num_losses is 1.5"),
-        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, AmpValueError, "loss_scale"),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )
@@ -336,17 +332,6 @@ def test_verbosity_1_prints_a_line_which_the_repr_shows_too(session, options, sh
 def test_the_repr_of_a_session_that_is_off(session):
     session.initialize(mlp(), enabled=False)
     assert repr(session) == "AmpSession(enabled=False; optimizers: 0)"
-
-
-def test_apexs_banner_is_printed_at_verbosity_2(session, capsys):
-    session.initialize(mlp(), opt_level="O2", loss_scale="128.0", verbosity=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
-    assert "loss_scale             : dynamic" in lines
-    assert "loss_scale             : 128.0" in lines
-    assert lines.index("loss_scale             : dynamic") < lines.index("loss_scale             : 128.0")
-    session.initialize(mlp(), opt_level="O2", verbosity=0)
-    assert capsys.readouterr().out == ""
 
 
 @every_level

@@ -55,6 +55,7 @@ def tail_of(session, level: str, clip: bool = False, losses: int = 1, batch_norm
 CHECK, STEP = ["multi_tensor_unscale_l2norm"], ["multi_tensor_adam"]
 CLIP = ["multi_tensor_scale_clipped"]
 COUNTERS = ["count_skip"]
+JOINED_NORM = ["stack", "linalg_vector_norm"]
 
 UNSCALE_AND_UPDATE, CHECK_AND_UPDATE = ["multi_tensor_scale_and_update"], ["multi_tensor_unscale_l2norm_and_update"]
 
@@ -65,6 +66,7 @@ TAILS = {
     "O1, clip": [*UNSCALE_AND_UPDATE, *CHECK, *CLIP, *STEP],
     "O2, clip": [*CHECK_AND_UPDATE, *STEP],
     "O2, BatchNorm": [*CHECK, *UNSCALE_AND_UPDATE, *STEP, *STEP],
+    "O2, BatchNorm, clip": [*CHECK, *UNSCALE_AND_UPDATE, *CHECK, *JOINED_NORM, *CLIP, "clone", *STEP, *STEP],
 }
 
 

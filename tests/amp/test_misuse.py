@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, Probe, assert_same, backward, grads, loss_of, mlp, probe, probes, start
+from kit import LEVELS, SAM, Probe, assert_same, backward, grads, loss_of, mlp, probe, probes, start
 from torch import nn
 
 from ampctx import AmpAttributeError, AmpError, AmpTypeError, optimizers
@@ -90,13 +90,7 @@ def reach_both(session, models, named, factor=1.0, **kwargs):
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 @pytest.mark.parametrize("kind", ["step", "device", "sam"])
 def test_scaled_gradients_of_another_optimizers_block_are_not_stepped(session, level, scale, raises, kind):
-    class Sam(torch.optim.SGD):
-        def first_step(self):
-            self.step()
-
-        second_step = first_step
-
-    make = {"step": torch.optim.SGD, "device": optimizers.FusedSGD, "sam": Sam}[kind]
+    make = {"step": torch.optim.SGD, "device": optimizers.FusedSGD, "sam": SAM}[kind]
     models, both = probes(session, level, make=functools.partial(make, lr=0.125), loss_scale=scale)
     before = copies(*models)
     with (

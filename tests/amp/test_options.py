@@ -176,8 +176,11 @@ BRIEF = {
 }
 
 
-def test_banner_in_full():
-    assert banner("O2", resolve("O2", loss_scale="128.0", keep_batchnorm_fp32=False)) == [
+def test_banner_in_full(session, capsys):
+    for verbosity in (2, 0):
+        options = {"loss_scale": "128.0", "keep_batchnorm_fp32": False, "verbosity": verbosity}
+        session.initialize(torch.nn.Linear(2, 2), opt_level="O2", **options)
+    assert capsys.readouterr().out.splitlines() == [
         "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
         "",
         "Defaults for this optimization level are:",
