@@ -35,6 +35,14 @@ HALF = (torch.float16, torch.bfloat16)
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def levels_by_default(*levels: str, of: Iterable[str] = LEVELS) -> pytest.MarkDecorator:
+    """All levels ``of``; these alone without --full."""
+    marked = [pytest.param(level, marks=() if level in levels else pytest.mark.full) for level in of]
+    return pytest.mark.parametrize("level", marked)
+
+
 # For what only holds while steps keep calls and 16-bit gradients: launches, bytes, gradients that wait, norms for free.
 with_plans = pytest.mark.skipif(not PLANS, reason="AMPCTX_PLAN=0: no 16-bit gradient waits")
 # Its dynamo traces no switch of autocast, says so, and goes on; and no attribute that is set on an optimizer.

@@ -37,6 +37,7 @@ def iteration(session, model, optimizer, seed=0, bad=None, max_norm=None):
     optimizer.zero_grad()
 
 
+@pytest.mark.full(but=30)
 @every_level
 @every_optimizer
 @pytest.mark.parametrize("max_norm", [None, 0.1], ids=["", "clip"])

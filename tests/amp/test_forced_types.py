@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
+from ampctx.casts import fp32_ops
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SIXTEEN = {"O0": FLOAT, "O1": HALF, "O4": BF16, **LOW}
@@ -619,16 +620,24 @@ def test_a_function_in_place_gives_the_tensor_that_it_wrote(session):
     assert torch.equal(narrow, expected)
 
 
-def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs(session):
-    torch.overrides._get_overridable_functions.cache_clear()  # torch keeps what it finds
+@pytest.fixture
+def nothing_looked_up():
+    """torch and ampctx keep what they find at the first look."""
+    caches = torch.overrides._get_overridable_functions, fp32_ops._overridable
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs(session, nothing_looked_up):
     own, other = F.binary_cross_entropy, AmpSession()
     other.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert own not in torch.overrides.get_overridable_functions()[F]
     other.reset()
     assert F.binary_cross_entropy is own
     session.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["binary_cross_entropy", "softmax"])
-    session.reset()
-    torch.overrides._get_overridable_functions.cache_clear()
 
 
 def test_nothing_is_replaced_when_nothing_is_asked_for(session):

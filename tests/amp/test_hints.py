@@ -245,6 +245,7 @@ def replace_weight(model):
     model[3].weight = nn.Parameter(torch.randn(2, 8))
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("replace", [replace_layer, replace_weight])
 @pytest.mark.parametrize(("level", "when"), [("O1", "before"), ("O1", "after"), ("O2", "before"), ("O4", "after")])
 def test_replaced_parameters_are_named_after_the_first_step(session, said, level, when, replace):
@@ -423,6 +424,7 @@ def test_an_average_in_16_bits_is_said_once(session, said, level, assigns):
     assert message.startswith('amp: "models[1].0.weight", "models[1].0.bias", "models[1].')
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("source", ["model", "masters"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_averaged_model_of_a_16_bit_model_is_said_once(session, said, only_new_objects, level, source):

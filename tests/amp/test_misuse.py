@@ -118,7 +118,7 @@ ZERO = {
 }
 
 
-@pytest.mark.full(but=12)
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("zero", ZERO)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_adversarial_loop_passes(session, said, level, zero):

@@ -98,6 +98,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.full(but=24)
 @levels
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])

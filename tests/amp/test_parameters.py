@@ -4,7 +4,7 @@ import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
 from host_reads import HostReads
-from kit import LEVELS, Probe, backward, grads, loss_of, mlp, probe, probes
+from kit import LEVELS, Probe, backward, grads, levels_by_default, loss_of, mlp, probe, probes
 
 from ampctx import AmpError, amp, clip_grad_norm_
 
@@ -94,7 +94,7 @@ def test_two_optimizers_that_take_turns_without_masters(session, level, options)
         assert torch.equal(model.weight, weight)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels_by_default("O1", "O2")
 def test_an_interrupt_in_a_block_of_two_optimizers(session, level):
     def run(interrupted):
         models, optimizers = probes(session, level, loss_scale=4.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of, refusal
 from host_reads import HostReads
-from kit import SAM, backward, start
+from kit import SAM, backward, levels_by_default, start
 from torch import nn
 
 from ampctx import AmpError
@@ -129,7 +129,7 @@ REFUSED = r"(amp.scale_loss|step\(\)) was called after an exception.*optimizer.z
 
 
 @pytest.mark.parametrize("comes", [step, block_and_step, nested_block_and_step])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@levels_by_default("O1", "O2", of=("O0", "O1", "O2", "O5"))
 def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, comes):
     """Without the interrupted block or with it; a refusal names the way out, which works."""
     found = set()
@@ -147,7 +147,7 @@ def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, co
     assert found
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@levels_by_default("O1", "O2", of=("O0", "O1", "O2", "O5"))
 def test_reset_drops_sums_left_half_made(session, level):
     for training in half_made(session, level):
         session.reset()

@@ -19,6 +19,7 @@ def allocations(fn):
     return [(e.name, e.self_cpu_memory_usage) for e in profiled.events() if e.self_cpu_memory_usage > 0]
 
 
+@pytest.mark.full(but=14)
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
