@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
 CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
 FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {CPU}" for kind in ("elementwise", "layerwise"))
-STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
+STEPS = f"{AMP}device_steps.py {AMP}scale_loss.py {AMP}delayed_blocks.py {ROWS}state_machine.py"
 
 FAULTS = [
     # --- signs, in each functor -------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ FAULTS = [
     Fault(
         "a later block of a loss takes the flag back", "ampctx",
         "found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)", "pass",
-        f"{STEPS} {AMP}delayed_blocks.py",
+        STEPS,
     ),
     Fault(
         "the device goes by the flag of the last loss", "ampctx",
@@ -218,7 +218,7 @@ FAULTS = [
     Fault(
         "an overflow whose check was delayed does not move the scale", "ampctx",
         "found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)", "pass",
-        f"{AMP}overflow.py {AMP}delayed_blocks.py {AMP}scale_loss.py {AMP}device_steps.py",
+        STEPS,
     ),
     Fault(
         "a GradScaler steps in spite of the flag", "ampctx",
@@ -270,12 +270,12 @@ FAULTS = [
     Fault(
         "a block drops the gradients from before", "ampctx",
         "foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0,",
-        "foreach.axpby(arrived, before, arrived, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(arrived, before, arrived, found_inf, factor, 0.0,", STEPS,
     ),
     Fault(
         "a block drops what its masters had", "ampctx",
         "foreach.axpby(new, totals, totals, found_inf, factor, 1.0,",
-        "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", STEPS,
     ),
     Fault(
         "a nested block adds to what the block around it has stashed", "ampctx",
@@ -348,7 +348,7 @@ FAULTS = [
     Fault(
         "masters are not copied to the model", "ampctx",
         "foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)", "pass",
-        f"{AMP}optimizers.py {AMP}parameters.py",
+        f"{AMP}initialize.py {ROWS}state_machine.py",
     ),
     Fault(
         "masters do not follow a model that is loaded", "ampctx",

@@ -8,15 +8,6 @@ from faults import out_of_memory_at
 from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, probes, scale_of, snapshot
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_delay_unscale_updates_the_scale_once(session, level):
-    model, optimizer = probe(session, level, loss_scale="dynamic")
-    for last in (False, False, True):
-        backward(session, model.loss(1.0), optimizer, delay_unscale=not last)
-    assert session.state_dict()["loss_scaler0"]["unskipped"] == 1
-    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(session, optimizer))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check"])
 def test_a_delayed_overflow_is_not_lost(session, level, delay):
@@ -32,29 +23,6 @@ def test_a_delayed_overflow_is_not_lost(session, level, delay):
     optimizer.step()
     assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 2
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("factor", [1.0, INF])
-def test_a_step_right_after_a_delayed_block(session, level, factor):
-    model, optimizer = probe(session, level)
-    backward(session, model.loss(factor), optimizer, delay_unscale=True)
-    optimizer.step()
-    assert model.weight.eq(1.875 if factor == 1.0 else 2.0).all()
-    assert scale_of(session) == (START if factor == 1.0 else START / 2)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_closure_of_delayed_blocks(session, level):
-    model, optimizer = probe(session, level, loss_scale=128.0)
-
-    def closure():
-        optimizer.zero_grad()
-        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
-        return model.loss(1.0)
-
-    optimizer.step(closure)
-    assert model.weight.eq(1.875).all()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -85,15 +53,6 @@ def test_delayed_gradients_stay_scaled_in_the_model(session, level):
     assert model.weight.grad.eq(16).all()
     backward(session, model.loss(1.0), optimizer, loss_id=1)
     assert all(g.eq(4).all() for g in grads(session, optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
-    model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model.loss(3.0), optimizer)
-    backward(session, torch.zeros((), requires_grad=True), optimizer, delay_unscale=True)
-    backward(session, model.loss(2.0), optimizer)
-    assert all(g.eq(5).all() for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)

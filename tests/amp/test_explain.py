@@ -498,18 +498,16 @@ MISFITS = {
 }
 
 
+def fits(w, x):
+    conv = F.conv2d(x[None, :, None], w[:, :, None, None])
+    heads = x[None, None]
+    return x @ w, conv, F.scaled_dot_product_attention(heads, heads, heads)
+
+
 @pytest.mark.parametrize("name", MISFITS)
 def test_dims_that_are_no_multiples_of_8(name):
     fn, shape, expected = MISFITS[name]
     assert hints_of(fn, torch.ones(shape)) == [f"no tensor cores: dims not multiple of 8: {expected}"]
-
-
-def test_dims_that_fit():
-    def fits(w, x):
-        conv = F.conv2d(x[None, :, None], w[:, :, None, None])
-        heads = x[None, None]
-        return x @ w, conv, F.scaled_dot_product_attention(heads, heads, heads)
-
     assert hints_of(fits, torch.ones(8, 8)) == []
 
 
@@ -558,12 +556,9 @@ def test_a_long_list_is_cut():
 # --- errors and docs --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_module_is_refused():
+def test_what_is_no_module_and_lazy_ones_are_refused():
     with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. Call a fun"):
         amp.explain(loss_of, torch.ones(1))
-
-
-def test_lazy_models_are_refused():
     model = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(AmpError, match=r"explain: 0\.weight of the model is not initialized yet: run one forward"):
         amp.explain(model, torch.ones(2, 4))

@@ -91,27 +91,6 @@ def initialize(session, model, level, **kwargs):
 
 
 @every_level
-def test_kept_modules_compute_in_fp32_and_others_do_not(session, level):
-    model = Network()
-    optimizer = initialize(session, model, level, keep_fp32=KEEP)
-    seen = {name: watch(model.get_submodule(name)) for name in ("first", "norm", "body", "head.0", "head.2")}
-    assert model(batch()[0]).dtype == FLOAT
-    assert all(seen[name].types == (FLOAT, FLOAT) for name in ("norm", "head.0", "head.2"))
-    assert all(seen[name].types[1] == SIXTEEN[level] for name in ("first", "body"))
-    kept = {"norm.weight", "norm.bias", *(f"head.{n}" for n, _ in model.head.named_parameters())}
-    for name, p in model.named_parameters():
-        assert p.dtype == (FLOAT if name in kept else LOW.get(level, FLOAT)), name
-    # Those that are kept need no masters.
-    stepped = {id(p) for p in session.master_params(optimizer)}
-    assert all(id(p) in stepped for p in (model.norm.weight, model.head[0].weight))
-    assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
-    session.reset()
-    assert {p.dtype for p in model.parameters()} == {FLOAT}
-    assert not model.norm._forward_pre_hooks
-    assert not model.head._forward_pre_hooks
-
-
-@every_level
 def test_trains_like_fp32(session, level):
     plain, model = Network(), Network()
     train(None, plain, OPTIMIZERS["SGD-foreach"](plain.parameters()), 12, loss=cross_entropy)
@@ -160,6 +139,7 @@ KEPT = {
     "wildcard": (Network, "h*", HEAD),
     "class": (Network, [nn.Sequential], HEAD),
     "module": (Network, lambda model: model.head, HEAD),
+    "pattern and class": (Network, KEEP, ["norm", *HEAD[1:]]),
     "whole model": (Network, "*", ["first", "norm", "body", *HEAD]),
     "without a forward": (Listed, "blocks", ["blocks.0", "blocks.1.a"]),
     "tied": (Tied, ["out", "embed"], ["out", "embed"]),
@@ -177,12 +157,16 @@ def test_what_is_kept_computes_in_fp32(session, level, name):
     expected = model(x)
     optimizer = initialize(session, model, level, keep_fp32=keep(model) if name == "module" else keep)
     seen = [watch(model.get_submodule(module)) for module in kept]
+    inside = {m for module in kept for m in model.get_submodule(module).modules()}
+    others = [watch(m) for m in model.modules() if type(m) is nn.Linear and m not in inside]
     out = model(x)
     backward(session, out.float().square().mean(), optimizer)
     optimizer.step()
     assert {types[1] for types in (s.types for s in seen)} == {FLOAT}
     assert {types[0] for types in (s.types for s in seen)} <= {FLOAT, torch.int64}
+    assert {s.types[1] for s in others} <= {SIXTEEN[level]}
     in_fp32 = {id(p) for module in kept for p in model.get_submodule(module).parameters()}
+    assert in_fp32 <= {id(p) for p in session.master_params(optimizer)}  # they need no masters
     for n, p in model.named_parameters():
         assert p.dtype == (FLOAT if id(p) in in_fp32 else LOW.get(level, FLOAT)), n
     assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
@@ -190,6 +174,9 @@ def test_what_is_kept_computes_in_fp32(session, level, name):
         assert torch.equal(out, expected)
     if name == "parametrized":
         assert model[1].weight.dtype == FLOAT
+    session.reset()
+    assert {p.dtype for p in model.parameters()} == {FLOAT}
+    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 @every_level

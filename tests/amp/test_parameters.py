@@ -9,24 +9,6 @@ from kit import LEVELS, Probe, backward, grads, levels_by_default, loss_of, mlp,
 from ampctx import AmpError, amp, clip_grad_norm_
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_unfrozen_later_trains_through_a_master_by_a_plain_backward(session, level):
-    model = Probe()
-    model.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    backward(session, model.loss(1.0), optimizer)
-    optimizer.step()
-    assert model.weight.eq(2).all()
-    model.weight.requires_grad_(True)
-    optimizer.zero_grad()
-    model.loss(1.0).backward()
-    optimizer.step()
-    assert model.weight.eq(1.875).all()
-    if level in ("O2", "O5"):
-        assert next(iter(amp.master_params(optimizer))).dtype == torch.float32
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_masters_follow_a_model_that_was_loaded_or_broadcast(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0)
@@ -140,22 +122,6 @@ def test_zero_grad_ends_a_window(session, level):
         backward(session, model.loss(0.5), optimizer)
         assert all(g.eq(0.5).all() for g in grads(session, optimizer))
         session.reset()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("then", ["step", "reset", "read"])
-def test_loaded_weights_count_without_another_block(session, level, then):
-    model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model.loss(1.0), optimizer)
-    optimizer.step()
-    model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
-    if then == "read":
-        assert all(p.eq(0).all() for p in session.master_params(optimizer))
-    elif then == "step":
-        optimizer.step()
-    else:
-        session.reset()
-    assert model.weight.eq(0).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)

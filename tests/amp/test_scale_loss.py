@@ -33,53 +33,14 @@ def test_yields_the_scaled_fp32_loss(session, level):
         assert scaled.dtype == torch.float64
 
 
-@pytest.mark.full(but=14)
-@pytest.mark.parametrize("make", ["SGD-plain", "FusedSGD"])
-@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameters_without_a_gradient(session, level, loss_scale, make):
-    model, optimizer = probe(session, level, make=make, loss_scale=loss_scale)
-    for used in (model.weight, model.norm.weight):
-        backward(session, used.float().sum(), optimizer)
-    for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):
-        expected = torch.ones_like(master) if p is model.weight or p is model.norm.weight else None
-        assert (master.grad is None) == (expected is None)
-        assert expected is None or torch.equal(master.grad, expected)
+def test_a_static_scale_is_neither_checked_nor_changed(session, level):
+    model, optimizer = probe(session, level, loss_scale=8.0)
+    backward(session, model.loss(INF), optimizer)
     optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_plain_backward_outside_the_block_counts_too(session, level):
-    model, optimizer = probe(session, level, loss_scale=128.0)
-    model.loss(1.0).backward()
-    backward(session, model.loss(0.5), optimizer)
-    model.loss(0.25).backward()
-    optimizer.step()
-    weight = next(iter(amp.master_params(optimizer)))
-    assert torch.equal(weight, torch.full_like(weight, 2 - 1.75 / 8))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_nested_blocks(session, level):
-    model, optimizer = probe(session, level, n_losses=2, loss_scale=4.0)
-    session.loss_scales[1].set(32.0)
-    backward(session, model.loss(1.0), optimizer)
-    with session.scale_loss(model.loss(0.5), optimizer, loss_id=0) as outer:
-        outer.backward(retain_graph=True)
-        backward(session, model.loss(2.0), optimizer, loss_id=-1)
-        outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 4.0)) for g in grads(session, optimizer))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scale_that_moves_inside_a_nested_block(session, level):
-    model, other = Probe(), Probe()
-    optimizer, second = (torch.optim.SGD(m.parameters(), lr=0.125) for m in (model, other))
-    session.initialize([model, other], [optimizer, second], opt_level=level, max_loss_scale=START, verbosity=0)
-    with session.scale_loss(model.loss(1.0), optimizer) as outer:
-        backward(session, other.loss(INF), second)
-        outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 1.0)) for g in grads(session, optimizer))
+    assert session.skipped_steps(optimizer) == 0
+    assert not torch.isfinite(model.weight).any()
+    assert session.state_dict()["loss_scaler0"] == {"loss_scale": 8.0, "unskipped": 1}
 
 
 @pytest.mark.parametrize("level", LEVELS)
