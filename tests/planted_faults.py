@@ -228,7 +228,7 @@ FAULTS = [
     Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
         "scale.update(join_flags(flags, flags[0].device))", "scale.update(flags[-1])",
-        f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
+        f"{AMP}grad_scaler_parity.py",
     ),
     Fault(
         "an overflow within a closure is forgotten", "ampctx",
@@ -492,7 +492,7 @@ FAULTS = [
     Fault(
         "a first_step may follow a first_step", "ampctx",
         "if binding.restore_unperturbed is not None:\n        raise", "if False:\n        raise",
-        f"{AMP}perturbed_weights.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "an exception leaves weights perturbed", "ampctx",

@@ -71,27 +71,6 @@ def test_a_models_state_dict_shows_the_weights_that_are_there(training):
     assert training.model.state_dict()["weight"].unique().tolist() == [0.75 - 2.0**-9]
 
 
-def test_a_second_first_step_is_refused_and_nothing_is_lost(training):
-    training.climb()
-    training.backward()
-    with pytest.raises(AmpError, match=r"first_step\(\) was called a second time.*optimizer.second_step\(\) first"):
-        training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.5]
-    training.optimizer.second_step(zero_grad=True)
-    assert training.weights() == [0.75]
-    training.backward()
-    training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.25]
-
-
-def test_a_first_step_that_was_skipped_may_be_followed_by_another(session):
-    training = Training(session, "O2", "dynamic")
-    training.backward(float("inf"))
-    training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.0]
-    training.climb()
-
-
 def half_made(session, level):
     """Trainings with a gradient of 1 whose next block an exception has ended, at each third of its lines in turn."""
     training = Training(session, level)
