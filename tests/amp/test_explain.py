@@ -433,9 +433,8 @@ def test_nested_tensors(layout):
 
 
 def test_sparse_tensors():
-    assert (
-        amp.explain(Calls(lambda w, x, y: (x @ y).relu()), torch.eye(8).to_sparse(), torch.ones(8, 8)).calls("mm") == 1
-    )
+    model = Calls(lambda w, x, y: (x @ y).relu())
+    assert amp.explain(model, torch.eye(8).to_sparse(), torch.ones(8, 8)).calls("mm") == 1
 
 
 def test_a_fused_layer_is_seen_as_it_runs():
@@ -480,6 +479,7 @@ def hints_of(fn, *args, **kwargs):
         return amp.explain(Calls(fn, **kwargs), *args).hints
 
 
+ATTENTION = "scaled_dot_product_flash_attention_for_cpu"
 MISFITS = {
     "mm": (lambda w, x: x @ w, (7, 8), "mm (7x8 @ 8x8)"),
     "bmm": (lambda w, x: x @ x.mT, (2, 8, 3), "bmm (2x8x3 @ 2x3x8)"),
@@ -490,11 +490,7 @@ MISFITS = {
         (1, 8, 4),
         "convolution (weight 8x1x1, 8 groups)",
     ),
-    "sdpa": (
-        lambda w, x: F.scaled_dot_product_attention(x, x, x),
-        (1, 2, 8, 12),
-        "scaled_dot_product_flash_attention_for_cpu (heads of 12)",
-    ),
+    "sdpa": (lambda w, x: F.scaled_dot_product_attention(x, x, x), (1, 2, 8, 12), f"{ATTENTION} (heads of 12)"),
 }
 
 

@@ -379,9 +379,7 @@ def test_one_flat_parameter_in_the_memory_of_the_model_is_refused(session, level
     other = nn.Parameter(torch.ones(1))
     model.weight.data, model.bias.data = flat.data[:8].view(2, 4), flat.data[8:]
     optimizer = torch.optim.SGD([other, flat], lr=0.1)
-    with pytest.raises(
-        AmpError, match=r"\(SGD\): param_groups\[0\]\['params'\]\[1\] is no parameter of the model, and lies in"
-    ):
+    with pytest.raises(AmpError, match=r"\(SGD\): .*\['params'\]\[1\] is no parameter of the model, and lies in"):
         session.initialize(model, optimizer, opt_level=level)
     session.initialize(model, torch.optim.SGD([other, *model.parameters()], lr=0.1), opt_level=level)
 
