@@ -365,37 +365,25 @@ def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
     assert torch.is_autocast_enabled("cpu")
     assert model.body(torch.ones(2, 8)).dtype == SIXTEEN[level]
 
-    def refuse(module, args):
-        raise ValueError("before amp's hook")
+    def interrupt(module, args):
+        raise KeyboardInterrupt
 
-    handle = model.head.register_forward_pre_hook(refuse, prepend=True)
-    with pytest.raises(ValueError, match="before amp's hook"):
+    # Before amp's hook of what is kept, after it, and in what follows.
+    for module, prepend in ((model.head, True), (model.norm, False), (model.body, False)):
+        handle = module.register_forward_pre_hook(interrupt, prepend=prepend)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch()[0])
+        handle.remove()
+        assert torch.is_autocast_enabled("cpu") or not prepend  # the next forward switches them on again
         model(batch()[0])
-    handle.remove()
-    assert torch.is_autocast_enabled("cpu")
+        assert model.types["first"] == SIXTEEN[level]
+        assert torch.is_autocast_enabled("cpu")
     with session.disable_casts():
         model(batch()[0])
         assert not torch.is_autocast_enabled("cpu")
     seen = watch(model.head[0])
     assert in_thread(lambda: (model(batch()[0]).dtype, torch.is_autocast_enabled("cpu"))) == (FLOAT, False)
     assert seen.types == (FLOAT, FLOAT)
-
-
-def test_an_interrupted_forward_does_not_leave_casts_off(session):
-    model = Network()
-    session.initialize(model, opt_level="O1", verbosity=0, keep_fp32="norm")
-
-    def interrupt(module, args):
-        raise KeyboardInterrupt
-
-    for module in (model.norm, model.body):  # inside of what is kept, and after it
-        handle = module.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(batch()[0])
-        handle.remove()
-        assert model(batch()[0]).dtype == HALF
-        assert model.types["first"] == HALF
-        assert torch.is_autocast_enabled("cpu")
 
 
 def test_a_failed_initialize_leaves_nothing(session):

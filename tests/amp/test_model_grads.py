@@ -23,18 +23,6 @@ def masters(session, model, optimizer):
     return [p for p in session.master_params(optimizer) if p not in own]
 
 
-@levels
-def test_a_step_is_one_call_for_each_dtype_of_the_model(session, level):
-    model, optimizer = begin(session, level)
-    backward(session, loss_of(model), optimizer)
-    with OpCalls() as calls:
-        optimizer.step()
-    assert calls.of == {"multi_tensor_adam": 2}  # 16-bit and BatchNorm's fp32
-    of_masters = masters(session, model, optimizer)
-    for p, master in zip((model[0].weight, model[3].bias), (of_masters[0], of_masters[-1]), strict=True):
-        assert torch.equal(p, master.to(p.dtype))
-
-
 def steps(read, session, model, optimizer, clip=None, n=8):
     norms = []
     for seed in range(n):
@@ -211,17 +199,6 @@ def test_a_gradient_that_is_set_and_one_of_a_parameter_that_was_removed_are_the_
     assert third.grad.any()
     del third.grad
     assert third.grad is None
-
-
-def test_only_masters_with_a_gradient_are_stepped(session):
-    model, optimizer = begin(session, "O2")
-    loss = model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum() * 1e-3
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    before = snapshot(optimizer, model)
-    optimizer.step()
-    moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, model), strict=False)]
-    assert moved[:6] == [False] * 4 + [True] * 2
 
 
 def test_reset_keeps_gradients(session):
