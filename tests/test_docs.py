@@ -120,7 +120,8 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def test_pages_that_messages_name_exist():
-    named = {name for path in MESSAGES for name in named_in(path.read_text())}
+    texts = [text for path in MESSAGES if "docs/" in (text := path.read_text())]
+    named = {name for text in texts for name in named_in(text)}
     assert len(named) > 10
     lost = []
     for name in sorted(named):
