@@ -279,7 +279,7 @@ def test_gradients_have_the_type_of_the_input(casts, name, low):
     assert torch.equal(args[0].grad, wide[0].grad)
 
 
-def test_a_dtype_of_the_callers_stands(casts):
+def test_a_dtype_of_the_callers_integers_and_in_place_ops_are_left_alone(casts):
     x = t().half()
     casts(HALF)
     assert x.softmax(1, dtype=HALF).dtype == HALF
@@ -287,19 +287,10 @@ def test_a_dtype_of_the_callers_stands(casts):
     assert x.sum(dtype=HALF).dtype == x.sum(1, dtype=HALF).dtype == HALF
     assert x.cumsum(0, dtype=DOUBLE).dtype == DOUBLE
     assert torch.linalg.vector_norm(x, dtype=HALF).dtype == HALF
-
-
-def test_integers_and_bools_are_left_alone(casts):
-    casts(HALF)
     assert torch.arange(3).sum() == 3
     assert torch.tensor([True, True]).cumsum(0).tolist() == [1, 2]
     assert torch.arange(3).pow(2).dtype == torch.int64
-
-
-def test_in_place_ops_are_left_alone(casts):
-    casts(HALF)
-    x = t().half()
-    assert x.exp_().dtype == x.pow_(2).dtype == HALF
+    assert x.exp_().dtype == x.pow_(2).dtype == HALF  # in place
 
 
 # What a user writes beside the ops above: operators, C++ composites, ops that are left alone. 16-bit input, the type

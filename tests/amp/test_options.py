@@ -27,7 +27,9 @@ TABLE = {
 @pytest.mark.parametrize("level", TABLE)
 def test_defaults(level):
     p = resolve(level)
-    assert p == OPT_LEVELS[level]
+    # None overrides nothing.
+    options = [f.name for f in dataclasses.fields(PrecisionPolicy) if f.name != "opt_level"]
+    assert p == OPT_LEVELS[level] == resolve(level, **dict.fromkeys(options))
     assert p.enabled
     assert p.opt_level == level
     assert p.cast_model_outputs is None
@@ -44,22 +46,13 @@ def test_defaults(level):
     ) == TABLE[level]
 
 
-def test_o1_is_the_default():
-    assert resolve() == OPT_LEVELS["O1"]
-
-
 def test_policies_are_values():
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolve("O2").loss_scale = 2.0
     with pytest.raises(TypeError, match="does not support item assignment"):
         OPT_LEVELS["O2"] = resolve("O3")
     assert set(OPT_LEVELS) == set(BRIEFS) == set(TABLE)
-
-
-def test_none_overrides_nothing():
-    options = [f.name for f in dataclasses.fields(PrecisionPolicy) if f.name != "opt_level"]
-    for level in TABLE:
-        assert resolve(level, **dict.fromkeys(options)) == OPT_LEVELS[level]
+    assert resolve() == OPT_LEVELS["O1"]
 
 
 @pytest.mark.parametrize(
