@@ -35,6 +35,14 @@ HALF = (torch.float16, torch.bfloat16)
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def levels_by_default(*levels: str, of: Iterable[str] = LEVELS) -> pytest.MarkDecorator:
+    """All levels ``of``; these alone without --full."""
+    marked = [pytest.param(level, marks=() if level in levels else pytest.mark.full) for level in of]
+    return pytest.mark.parametrize("level", marked)
+
+
 # For what only holds while steps keep calls and 16-bit gradients: launches, bytes, gradients that wait, norms for free.
 with_plans = pytest.mark.skipif(not PLANS, reason="AMPCTX_PLAN=0: no 16-bit gradient waits")
 # Its dynamo traces no switch of autocast, says so, and goes on; and no attribute that is set on an optimizer.
@@ -253,6 +261,18 @@ def ready(*parameters: Any, scaler: Any = None, make: Callable = torch.optim.SGD
     scaler = scaler or GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     return scaler, make(parameters, lr=1.0, **options)
+
+
+def scales(scaler: Any, flags: Iterable[int]) -> list[float]:
+    """The scale of a GradScaler after each of these iterations, which overflow where the flag is set."""
+    found, (_, optimizer) = [], ready(p := parameter([1.0]), scaler=scaler)
+    for flag in flags:
+        scaler.scale(torch.ones(()))
+        p.grad = torch.tensor([INF if flag else 0.0])
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
 
 
 def grads(session: Any, optimizer: Any) -> list[Tensor | None]:

@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
 CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
 FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {CPU}" for kind in ("elementwise", "layerwise"))
-STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
+STEPS = f"{AMP}device_steps.py {AMP}scale_loss.py {AMP}delayed_blocks.py {ROWS}state_machine.py"
 
 FAULTS = [
     # --- signs, in each functor -------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ FAULTS = [
     Fault(
         "a later block of a loss takes the flag back", "ampctx",
         "found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)", "pass",
-        f"{STEPS} {AMP}delayed_blocks.py",
+        STEPS,
     ),
     Fault(
         "the device goes by the flag of the last loss", "ampctx",
@@ -219,7 +219,7 @@ FAULTS = [
     Fault(
         "an overflow whose check was delayed does not move the scale", "ampctx",
         "found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)", "pass",
-        f"{AMP}overflow.py {AMP}delayed_blocks.py {AMP}scale_loss.py {AMP}device_steps.py",
+        STEPS,
     ),
     Fault(
         "a GradScaler steps in spite of the flag", "ampctx",
@@ -229,7 +229,7 @@ FAULTS = [
     Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
         "scale.update(join_flags(flags, flags[0].device))", "scale.update(flags[-1])",
-        f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
+        f"{AMP}grad_scaler_parity.py",
     ),
     Fault(
         "an overflow within a closure is forgotten", "ampctx",
@@ -271,12 +271,12 @@ FAULTS = [
     Fault(
         "a block drops the gradients from before", "ampctx",
         "foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0,",
-        "foreach.axpby(arrived, before, arrived, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(arrived, before, arrived, found_inf, factor, 0.0,", STEPS,
     ),
     Fault(
         "a block drops what its masters had", "ampctx",
         "foreach.axpby(new, totals, totals, found_inf, factor, 1.0,",
-        "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+        "foreach.axpby(new, totals, totals, found_inf, factor, 0.0,", STEPS,
     ),
     Fault(
         "a nested block adds to what the block around it has stashed", "ampctx",
@@ -349,7 +349,7 @@ FAULTS = [
     Fault(
         "masters are not copied to the model", "ampctx",
         "foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)", "pass",
-        f"{AMP}optimizers.py {AMP}parameters.py",
+        f"{AMP}initialize.py {ROWS}state_machine.py",
     ),
     Fault(
         "masters do not follow a model that is loaded", "ampctx",
@@ -423,7 +423,7 @@ FAULTS = [
     ),
     Fault(
         "the count of clean steps is not loaded", "ampctx",
-        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+        "self.set_unskipped(state[\"unskipped\"])", "pass", f"{AMP}state_formats.py {AMP}loss_scale.py",
     ),
     Fault(
         "a save drops the gradients that wait", "ampctx",
@@ -493,7 +493,7 @@ FAULTS = [
     Fault(
         "a first_step may follow a first_step", "ampctx",
         "if binding.restore_unperturbed is not None:\n        raise", "if False:\n        raise",
-        f"{AMP}perturbed_weights.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "an exception leaves weights perturbed", "ampctx",

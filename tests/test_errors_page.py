@@ -262,16 +262,14 @@ def zero_for_the_letter():
 
 
 SCALERS = (lambda: torch.amp.GradScaler("cpu"), lambda: ampctx.GradScaler("cpu"))
+TWICE = "has already been called"
 CASES: list[tuple[str, Callable[[], object]]] = [
     *(("Attempting to unscale FP16 gradients", lambda s=s: scaler_on_fp16_model(s())) for s in SCALERS),
     ("expected scalar type Half but found Float", fp32_tensor_meets_fp16),
     ("mat1 and mat2 must have the same dtype", forward_goes_around_casts),
     ("mat1 and mat2 must have the same dtype", layer_called_from_outside),
     ("must have the same scalar type", lambda: training("O1", Scatters(4, 2))[0](X)),
-    (
-        "value cannot be converted to type c10::Half without overflow",
-        lambda: training("O1", Masks(4, 2))[0](X),
-    ),
+    ("value cannot be converted to type c10::Half without overflow", lambda: training("O1", Masks(4, 2))[0](X)),
     ("not implemented for 'Half'", lambda: training("O2", Distances(4, 2))[0](X)),
     ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
     ("No inf checks were recorded prior to update.", update_without_step),
@@ -279,21 +277,15 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         case
         for s in SCALERS
         for case in (
-            (
-                "unscale_() has already been called on this optimizer since the last update()",
-                lambda s=s: repeated("unscale_", s()),
-            ),
-            ("step() has already been called since the last update().", lambda s=s: repeated("step", s())),
+            (f"unscale_() {TWICE} on this optimizer since the last update()", lambda s=s: repeated("unscale_", s())),
+            (f"step() {TWICE} since the last update().", lambda s=s: repeated("step", s())),
             ("unscale_() is being called after step().", lambda s=s: unscaled_after_the_step(s())),
             ("Attempted step but _scale is None", lambda s=s: loss_not_scaled(s())),
         )
     ),
     ("Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to", overflow),
     ("Invoked 'with amp.scale_loss', but internal Amp state has not been initialized", no_initialize),
-    (
-        "Found param with type torch.HalfTensor, expected fp32",
-        lambda: amp.initialize(nn.Linear(4, 2).half(), opt_level="O2"),
-    ),
+    ("Found param with type torch.HalfTensor, expected fp32", lambda: training("O2", nn.Linear(4, 2).half())),
     ("the model is under amp already", model_initialized_twice),
     ("Incoming model is an instance of torch.nn.parallel", wrapped_too_early),
     ("A given optimizer should only be passed through amp.initialize once", initialized_twice),

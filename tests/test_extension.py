@@ -20,31 +20,12 @@ from ampctx.kernels import cuda_support, definitions, extension, ops
 
 EMULATION = Path(__file__).parent / "cuda_emulation"
 ROOT = Path(__file__).parents[1]
-LOAD = """
-import sys, torch
-from pathlib import Path
-from ampctx.kernels import definitions, extension
-library = torch.library.Library("ampctx_again", "DEF")
-for schema in definitions.SCHEMAS:
-    library.define(schema)
-found = extension.load("ampctx_again", definitions.define, Path(sys.argv[1]))
-print(found)
-"""
 
 
-def load_elsewhere(path, required):
-    """Loads a library in a process of its own, as a fresh import would."""
-    environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": ""}
-    code = f"import os; os.environ['AMPCTX_REQUIRE_EXTENSION'] = ''\n{LOAD}"
-    code = code.replace("found =", f"os.environ['AMPCTX_REQUIRE_EXTENSION'] = {required!r}\nfound =")
-    return subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture
-def broken(tmp_path):
-    path = tmp_path / "_ops.so"
-    path.write_bytes(b"not a library" * 100)
-    return path
+def started(code, folder=None, **environment):
+    """Python runs the code, as a rule with nothing required of the library."""
+    given = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": "", **environment}
+    return subprocess.run([sys.executable, "-c", code], env=given, cwd=folder, capture_output=True, text=True)
 
 
 def test_the_library_serves_the_cpu():
@@ -59,26 +40,45 @@ def test_the_library_serves_the_cpu():
         assert ops.extension.reason == "this torch was built without CUDA"
 
 
-@pytest.mark.parametrize("kind", ["missing", "broken"])
-def test_a_library_that_cannot_serve_warns_once_with_the_reason(tmp_path, broken, kind, monkeypatch):
+@pytest.fixture(params=["missing", "broken", "left out", "hidden"])
+def unusable(request, tmp_path, monkeypatch):
+    """The path of a library that cannot serve, why, and what helps."""
     monkeypatch.delenv("AMPCTX_REQUIRE_EXTENSION", raising=False)
-    path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
-    why = {"missing": "does not exist: build it with", "broken": "cannot be loaded .*invalid ELF header"}[kind]
-    with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}") as record:
+    path = tmp_path / "tree" / "_ops.so"
+    path.parent.mkdir()
+    if request.param == "broken":
+        path.write_bytes(b"not a library" * 100)
+        return path, "cannot be loaded .*invalid ELF header", extension.BUILD_HINT
+    why, helps = "does not exist", extension.BUILD_HINT
+    if request.param == "left out":
+        (path.parent / "_why_no_ops.txt").write_text("no compiler")
+        helps = "the build left the kernels out: no compiler"
+    elif request.param == "hidden":  # as where `pip install .` is followed by `python -m ampctx` in the checkout
+        installed = tmp_path / "site" / "ampctx"
+        installed.mkdir(parents=True)
+        (installed / path.name).touch()
+        (tmp_path / "site" / "ampctx-0.1.0.dist-info").mkdir()
+        (tmp_path / "site" / "ampctx-0.1.0.dist-info" / "METADATA").write_text("Name: ampctx\nVersion: 0.1.0\n")
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.setattr(extension, "LIBRARY", path)
+        helps = f"Python imported this source tree, not the ampctx installed in {installed}. Start"
+    return path, why, helps
+
+
+def test_a_library_that_cannot_serve_warns_once_with_the_reason(unusable, monkeypatch):
+    path, why, helps = unusable
+    with pytest.warns(
+        RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}.*{re.escape(helps)}"
+    ) as record:
         found = extension.load("ampctx", definitions.define, path)
     assert len(record) == 1
     assert not found.loaded
     assert found.backends == ()
-    assert "pip install ." in found.reason
-
-
-@pytest.mark.parametrize("required", ["1", "cpu", "cuda", "CPU"])
-@pytest.mark.parametrize("kind", ["missing", "broken"])
-def test_a_required_library_that_cannot_serve_is_an_error(tmp_path, broken, kind, required, monkeypatch):
-    monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
-    path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
-    with pytest.raises(ExtensionError, match="build it with 'pip install .'"):
-        extension.load("ampctx", definitions.define, path)
+    assert (extension.BUILD_HINT in found.reason) == (helps == extension.BUILD_HINT)
+    for required in ("1", "cpu", "cuda", "CPU"):
+        monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
+        with pytest.raises(ExtensionError, match=re.escape(helps)):
+            extension.load("ampctx", definitions.define, path)
 
 
 def test_an_unknown_requirement_is_an_error(monkeypatch):
@@ -88,58 +88,29 @@ def test_an_unknown_requirement_is_an_error(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
+def test_a_required_cuda_backend_on_a_torch_without_it():
     if torch.version.cuda:
         pytest.skip("this torch has CUDA")
-    result = load_elsewhere(extension.LIBRARY, "cuda")
+    result = started("import ampctx.ops", AMPCTX_REQUIRE_EXTENSION="cuda")
     assert result.returncode == 1
     assert "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, but the CUDA kernels cannot run" in result.stderr
     assert "this torch was built without CUDA" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("record", "told"), [("", "build it with 'pip"), ("no compiler", "left the kernels out: no compiler")]
-)
-def test_the_import_without_a_library(tmp_path, record, told):
-    """In a process of its own: one warning, and every op still works. The reason of the build is told."""
-    package = tmp_path / "ampctx"
-    shutil.copytree(ROOT / "ampctx", package, ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
-    if record:
-        (package / "_why_no_ops.txt").write_text(record)
-    code = (
-        "import torch; from ampctx import ops; x = [torch.ones(3)]; ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0);"
-        " print(x[0].tolist(), ops.extension.loaded)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AMPCTX_REQUIRE_EXTENSION": ""}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+def test_the_import_without_a_library(tmp_path):
+    """In a process of its own: one warning, and every op still works."""
+    shutil.copytree(ROOT / "ampctx", tmp_path / "ampctx", ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
+    code = """
+import torch; from ampctx import ops; x = [torch.ones(3)]; ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0)
+print(x[0].tolist(), ops.extension.loaded)
+"""
+    result = started(code, tmp_path, PYTHONPATH=str(tmp_path))
     assert result.stdout == "[2.0, 2.0, 2.0] False\n", result.stderr
     assert result.stderr.count("RuntimeWarning: ampctx runs on plain torch, slower") == 1
-    assert told in result.stderr
-    environment["AMPCTX_REQUIRE_EXTENSION"] = "1"
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    result = started(code, tmp_path, PYTHONPATH=str(tmp_path), AMPCTX_REQUIRE_EXTENSION="1")
     assert result.returncode == 1
     assert "ExtensionError" in result.stderr
     assert "_ops.so does not exist" in result.stderr
-
-
-def test_sources_that_hide_the_installed_package(tmp_path):
-    """As where ``pip install .`` is followed by ``python -m ampctx`` in the checkout."""
-    tree, site = tmp_path / "tree", tmp_path / "site"
-    shutil.copytree(ROOT / "ampctx", tree / "ampctx", ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
-    shutil.copytree(ROOT / "ampctx", site / "ampctx", ignore=shutil.ignore_patterns("__pycache__"))
-    (site / "ampctx-0.1.0.dist-info").mkdir()
-    (site / "ampctx-0.1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ampctx\nVersion: 0.1.0\n")
-    environment = {**os.environ, "PYTHONPATH": str(site), "AMPCTX_REQUIRE_EXTENSION": ""}
-    command = [sys.executable, "-m", "ampctx", "info", "--json"]
-    in_tree, outside = (
-        json.loads(subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True).stdout)
-        for folder in (tree, tmp_path)
-    )
-    reason = in_tree["extension"]["reason"]
-    assert f"Python imported this source tree, not the ampctx installed in {site / 'ampctx'}. Start" in reason
-    assert extension.BUILD_HINT not in reason
-    assert outside["extension"]["loaded"]
 
 
 # --- the driver ------------------------------------------------------------------------------------------------------
@@ -169,8 +140,7 @@ def import_with_driver(folder, version, required=""):
     (folder / "driver.cpp").write_text(DRIVER)
     flags = ["-shared", "-fPIC", f"-DVERSION={version}", "-o", str(folder / "libcuda.so.1")]
     subprocess.run([os.environ.get("CXX", "g++"), str(folder / "driver.cpp"), *flags], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "AMPCTX_REQUIRE_EXTENSION": required}
-    return subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)
+    return started(WITH_CUDA, LD_LIBRARY_PATH=str(folder), AMPCTX_REQUIRE_EXTENSION=required)
 
 
 @pytest.fixture
@@ -221,8 +191,7 @@ def test_a_driver_that_serves_is_not_initialized_by_the_import(tmp_path, toolkit
 def test_a_machine_without_a_driver_says_nothing(toolkit):
     if cuda_support.driver_version():
         pytest.skip("this machine has a driver")
-    environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": ""}
-    result = subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)
+    result = started(WITH_CUDA)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("('cpu', 'cuda') [2.0, 2.0, 2.0]\n\n")
     assert "driver     no NVIDIA driver" in result.stdout
@@ -278,9 +247,9 @@ def test_build_without_cuda(tmp_path):
     assert "warning:" not in result.stdout
     steps = re.findall(r"^\[(\d+)/(\d+)\] csrc/\S+ .* [\d.]+ s$", result.stdout, re.M)
     assert steps == [(str(i + 1), str(len(steps))) for i in range(len(steps))], "a line for each compiled file"
-    code = "import sys, torch; from emulation_build import module_of; print(module_of(sys.argv[1]).build_info())"
-    command = [sys.executable, "-c", code, str(tmp_path / "ampctx/_ops.so")]
-    info = json.loads(subprocess.run(command, cwd=EMULATION, capture_output=True, text=True, check=True).stdout)
+    library = str(tmp_path / "ampctx/_ops.so")
+    code = f"import torch; from emulation_build import module_of; print(module_of({library!r}).build_info())"
+    info = json.loads(started(code, EMULATION).stdout)
     assert info["cuda"] is None
     assert info["cuda_archs"] == []
 
@@ -305,6 +274,10 @@ WRONG_BUILDS = {
     ),
     "old-compiler": ({"CXX": "./old-g++", "AMPCTX_KERNELS": "1"}, f"asked for, but cannot be built: {OLD}"),
     "kernels-value": ({"AMPCTX_KERNELS": "no"}, "AMPCTX_KERNELS='no': expected auto, 0 or 1"),
+    "no-nvcc": (
+        {"AMPCTX_CUDA": "1", "CUDA_HOME": "/nowhere"},
+        "AMPCTX_CUDA=1, but nvcc was not found: tried /nowhere/bin/nvcc. Set CUDA_HOME",
+    ),
     "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
 }
 
@@ -351,30 +324,21 @@ def test_the_source_archive_has_what_the_build_needs(tmp_path):
     assert not any(name.startswith("tests") for name in names)
 
 
-def torch_in(folder, cuda):
-    (folder / "torch").mkdir(parents=True)
-    (folder / "torch/version.py").write_text(f"__version__ = '2.13.0+test'\ncuda: Optional[str] = {cuda!r}\n")
-
-
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_no_cuda_kernels_for_a_torch_without_cuda(tmp_path, monkeypatch, capsys):
     setup = setup_py()
     monkeypatch.delenv("AMPCTX_CUDA", raising=False)
     for cuda in (None, "13.0"):
-        torch_in(tmp_path / str(cuda), cuda)
-        monkeypatch.setattr(sys, "path", [str(tmp_path / str(cuda)), *sys.path])
+        folder = tmp_path / str(cuda)
+        (folder / "torch").mkdir(parents=True)
+        (folder / "torch/version.py").write_text(f"__version__ = '2.13.0+test'\ncuda: Optional[str] = {cuda!r}\n")
+        monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
         assert (setup.Nvcc.find() is None) == (cuda is None)
     said = "torch 2.13.0+test has no CUDA: building CPU kernels only. Set AMPCTX_CUDA=1 to build CUDA kernels too.\n"
     assert capsys.readouterr().out == said
     monkeypatch.setenv("AMPCTX_CUDA", "1")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "None"), *sys.path])
     assert setup.Nvcc.find() is not None
-
-
-def test_a_missing_nvcc_is_an_error_when_asked_for(tmp_path):
-    result = build(tmp_path, AMPCTX_CUDA="1", CUDA_HOME="/nowhere")
-    assert result.returncode != 0
-    assert "AMPCTX_CUDA=1, but nvcc was not found: tried /nowhere/bin/nvcc. Set CUDA_HOME" in result.stderr
 
 
 @pytest.mark.skipif(not ops.extension.build.get("cuda"), reason="built without nvcc")

@@ -122,7 +122,7 @@ def test_an_entry_of_the_changelog_is_one_line():
 
 
 def test_no_code_is_made_at_run_time():
-    for path in PRODUCT:
+    for path in (p for p in PRODUCT if re.search(r"exec\(|globals\(\)", p.read_text())):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert called != "globals().update", f"{name_of(path)}:{node.lineno}"

@@ -127,14 +127,3 @@ def test_a_flag_of_the_program_is_counted_by_amp(session, level):
         del optimizer.found_inf
         assert calls.of["count_skip"] == 1
     assert session.skipped_steps(optimizer) == 1
-
-
-def test_a_limit_counts_in_a_row(session):
-    model, optimizer = start(session, "O2", "FusedAdam", max_consecutive_skips=3)
-    with OpCalls() as calls:
-        for bad in (True, True, False, True, True, False):
-            block(session, model, optimizer, bad)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert calls.of["count_skip"] == 0
-    assert session.skipped_steps(optimizer) == 4

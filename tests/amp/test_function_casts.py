@@ -18,24 +18,15 @@ HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.
 KINDS = ["half", "float", "promote"]
 
 
-class Switch:
-    """Stands where a session does: FunctionCasts asks it for the 16-bit type."""
-
-    def __init__(self):
-        self.dtype = None
-
-    def __call__(self):
-        return self.dtype
-
-
 @pytest.fixture
 def switch():
-    return Switch()
+    """Stands where a session does: ``dtype`` is the 16-bit type, None where nothing is cast."""
+    return types.SimpleNamespace(dtype=None)
 
 
 @pytest.fixture
 def casts(switch):
-    return FunctionCasts(switch)
+    return FunctionCasts(lambda: switch.dtype)
 
 
 def t(dtype=FLOAT, n=2):
@@ -390,19 +381,18 @@ def test_a_failing_install_puts_everything_back(casts, library):
 
 
 def test_two_sessions_undone_in_any_order(library):
-    a, b = Switch(), Switch()
-    first, second = FunctionCasts(a), FunctionCasts(b)
-    for casts in (first, second):
+    dtypes = {"first": None, "second": None}
+    undo = {}
+    for name in dtypes:
+        casts = FunctionCasts(functools.partial(dtypes.get, name))
         casts.register("half", library, "f")
-    undo_first = first.install()
-    undo_second = second.install()
-    a.dtype = HALF
-    undo_first()
-    a.dtype = None
-    b.dtype = HALF
+        undo[name] = casts.install()
+    dtypes["first"] = HALF
+    undo["first"]()
+    dtypes |= {"first": None, "second": HALF}
     assert library.f(t())[0][0].dtype == HALF
-    undo_second()
-    b.dtype = None
+    undo["second"]()
+    dtypes["second"] = None
     x = t()
     assert library.f(x)[0][0] is x
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ampctx import GradScaler, clip_grad_norm_
 
-ITERATIONS = 220
-OVERFLOWS = {0, 1, 17, 50, 51, 52, 133, 219}
+ITERATIONS = 140
+OVERFLOWS = {0, 1, 17, 50, 51, 52, 133, 139}
 
 NAMES = ("SGD-plain", "SGD-fused", "Adam-plain", "Adam-foreach", "Adam-fused", "AdamW-fused")
 
@@ -216,6 +216,7 @@ def test_uneven_scales_agree_too(name):
     assert_same_history(ours, theirs)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_disabled_is_training_without_a_scaler(name):
     ours, theirs = (trained(make, make_of(name), unscale_then_clip) for make in scalers(enabled=False))

@@ -1,12 +1,10 @@
 """GradScaler's errors, the disabled scaler, bounds and hysteresis, and checkpoints."""
 
-import copy
-import math
 import pickle
 
 import pytest
 import torch
-from kit import parameter, ready
+from kit import each_copy, parameter, ready, scales
 
 from ampctx import GradScaler
 from ampctx._errors import AmpAssertionError, AmpError, AmpKeyError, AmpTypeError, AmpValueError
@@ -123,19 +121,6 @@ def test_without_cuda_the_default_warns_and_is_disabled():
 # --- bounds, hysteresis, checkpoints -------------------------------------------------------------------------------
 
 
-def steps(scaler, flags):
-    p = parameter([1.0])
-    optimizer = torch.optim.SGD([p], lr=0.0)
-    scales = []
-    for flag in flags:
-        scaler.scale(torch.ones(()))
-        p.grad = torch.tensor([math.inf if flag else 1.0])
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
 def configured():
     return GradScaler("cpu", 64.0, 4.0, 0.25, 3, min_scale=0.5, max_scale=4096.0, hysteresis=3)
 
@@ -157,25 +142,25 @@ STATE = {
 @pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
 def test_state_round_trip_with_no_default_value(live):
     first = configured()
-    steps(first, [0, 1, 1, 1])
+    scales(first, [0, 1, 1, 1])
     assert first.state_dict() == STATE
     second = GradScaler("cpu")
     if live:
-        steps(second, [0])
+        scales(second, [0])
         tensors = (second._scale, second._growth_tracker)
     second.load_state_dict(first.state_dict())
     if live:
         assert (second._scale, second._growth_tracker) == tensors
     assert second.state_dict() == STATE
     flags = [0, 0, 1, 1, 0, 0, 0, 0]
-    assert steps(second, flags) == steps(first, flags)
+    assert scales(second, flags) == scales(first, flags)
 
 
 def test_state_of_torchs_keeps_bounds_and_hysteresis():
     theirs = torch.amp.GradScaler("cpu", 32.0, 8.0, 0.125, 7)
-    steps(theirs, [0, 0])
+    scales(theirs, [0, 0])
     ours = configured()
-    steps(ours, [1, 1])
+    scales(ours, [1, 1])
     ours.load_state_dict(theirs.state_dict())
     assert ours.state_dict() == {
         **theirs.state_dict(),
@@ -187,20 +172,20 @@ def test_state_of_torchs_keeps_bounds_and_hysteresis():
 
 def test_state_loads_into_torchs():
     ours = configured()
-    steps(ours, [1, 1, 1, 0])
+    scales(ours, [1, 1, 1, 0])
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(ours.state_dict())
     assert theirs.state_dict().items() <= ours.state_dict().items()
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_alike_and_apart(clone):
+@each_copy
+def test_copies_go_on_alike_and_apart(copied):
     first = configured()
-    steps(first, [0, 1, 1, 1])
-    second = clone(first)
-    went = steps(second, [0, 0, 0, 1, 1, 1])
+    scales(first, [0, 1, 1, 1])
+    second = copied(first)
+    went = scales(second, [0, 0, 0, 1, 1, 1])
     assert first.state_dict() == STATE
-    assert steps(first, [0, 0, 0, 1, 1, 1]) == went
+    assert scales(first, [0, 0, 0, 1, 1, 1]) == went
 
 
 @pytest.mark.parametrize(

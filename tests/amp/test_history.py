@@ -130,7 +130,7 @@ def test_what_is_kept_is_bounded(session):
         gc.collect()
         return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
-    assert alive_after(192) == alive_after(192)
+    assert alive_after(128) == alive_after(128)
     assert len(session.history().step) == 64
 
 
@@ -165,13 +165,8 @@ def test_a_flag_that_somebody_else_has_set(session, name):
     del optimizer.found_inf
     assert outcome.reason == "found_inf"
     assert session.history().skipped == [True]
+    assert math.isnan(session.history().grad_norm[0])  # nobody took it
     assert session.history().overflowed == {0: [False]}
-
-
-def test_norms_that_nobody_took_are_nan(session):
-    model, optimizer = start(session, "O1", KINDS["on-host"])
-    iterate(session, model, optimizer, clip=False)
-    assert math.isnan(session.history().grad_norm[0])
 
 
 def test_each_optimizer_has_its_own(session):
@@ -245,6 +240,7 @@ def test_it_keeps_no_optimizer_alive():
 
 
 def test_wrong_arguments(session):
+    assert amp.history() == session.history() == amp.History([], [], [], {0: []}, {0: []})
     model = mlp()
     with pytest.raises(AmpValueError, match="history is -1, expected an int >= 0"):
         session.initialize(model, verbosity=0, history=-1)
@@ -259,10 +255,6 @@ def test_wrong_arguments(session):
         session.history(last=1.5)
     with pytest.raises(AmpError, match="amp.history: this SGD did not go through amp.initialize"):
         session.history(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-
-
-def test_of_the_default_session():
-    assert amp.history() == AmpSession().history() == amp.History([], [], [], {0: []}, {0: []})
 
 
 # --- GradScaler -------------------------------------------------------------------------------------------------------

@@ -4,35 +4,21 @@ import math
 
 import pytest
 import torch
-from kit import INF, Probe, backward, parameter, probe, ready, scale_of
+from kit import INF, Probe, backward, parameter, probe, ready, scale_of, scales
 
 from ampctx import AmpError, AmpIndexError, GradScaler
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.spi import LossScale, only_amp_entry
 
 
-def scales(flags, **options):
-    """The scale after each flag."""
-    scaler, seen = GradScaler("cpu", **options), []
-    p = parameter([1.0])
-    _, optimizer = ready(p, scaler=scaler)
-    for flag in flags:
-        p.grad = torch.tensor([INF if flag else 0.0])
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(scaler.get_scale())
-    return seen
-
-
 def test_bounds_hold_and_growth_never_reaches_inf():
-    assert scales([0, 0, 1, 1, 1], init_scale=16.0, min_scale=8.0, max_scale=24.0, growth_interval=1) == [
-        *(24, 24, 12, 8, 8)
-    ]
-    assert scales([0] * 50, init_scale=2.0**120, growth_interval=1)[-1] == 2.0**127
+    bounded = GradScaler("cpu", init_scale=16.0, min_scale=8.0, max_scale=24.0, growth_interval=1)
+    assert scales(bounded, [0, 0, 1, 1, 1]) == [24, 24, 12, 8, 8]
+    assert scales(GradScaler("cpu", init_scale=2.0**120, growth_interval=1), [0] * 50)[-1] == 2.0**127
 
 
 def test_hysteresis_waits_for_overflows_in_a_row():
-    found = scales([1, 1, 0, 1, 1, 1, 1, 0, 1], init_scale=1024.0, hysteresis=3)
+    found = scales(GradScaler("cpu", init_scale=1024.0, hysteresis=3), [1, 1, 0, 1, 1, 1, 1, 0, 1])
     assert found == [1024] * 5 + [512, 256, 256, 256]
 
 

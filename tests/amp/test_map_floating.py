@@ -167,35 +167,14 @@ class Colour(enum.Enum):
     RED = 1
 
 
+PLAIN = [None, 3, 2.5, 1j, True, "text", b"bytes", bytearray(b"ab"), range(3), slice(1), Colour.RED, len, object()]
+OF_LIBRARIES = [torch.float32, torch.device("cpu"), torch.Size([2]), np.ones(2, dtype=np.float32), np.float32(1)]
+CLASSES_AND_MODULES = [nn.Linear, Movable, Batch, nn.Linear(2, 2)]
+ITERATORS = [(T() for _ in range(2)), iter([T()])]
+
+
 @pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        3,
-        2.5,
-        1j,
-        True,
-        "text",
-        b"bytes",
-        bytearray(b"ab"),
-        range(3),
-        slice(1),
-        torch.float32,
-        torch.device("cpu"),
-        torch.Size([2]),
-        np.ones(2, dtype=np.float32),
-        np.float32(1),
-        Colour.RED,
-        nn.Linear,
-        Movable,
-        Batch,
-        nn.Linear(2, 2),
-        (T() for _ in range(2)),
-        iter([T()]),
-        len,
-        object(),
-    ],
-    ids=lambda v: type(v).__name__,
+    "value", PLAIN + OF_LIBRARIES + CLASSES_AND_MODULES + ITERATORS, ids=lambda v: type(v).__name__
 )
 def test_left_alone(value):
     assert map_floating(value, HALF) is value

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, Probe, assert_same, backward, grads, loss_of, mlp, probe, probes, start
+from kit import LEVELS, SAM, Probe, assert_same, backward, grads, loss_of, mlp, probe, probes, start
 from torch import nn
 
 from ampctx import AmpAttributeError, AmpError, AmpTypeError, optimizers
@@ -90,13 +90,7 @@ def reach_both(session, models, named, factor=1.0, **kwargs):
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 @pytest.mark.parametrize("kind", ["step", "device", "sam"])
 def test_scaled_gradients_of_another_optimizers_block_are_not_stepped(session, level, scale, raises, kind):
-    class Sam(torch.optim.SGD):
-        def first_step(self):
-            self.step()
-
-        second_step = first_step
-
-    make = {"step": torch.optim.SGD, "device": optimizers.FusedSGD, "sam": Sam}[kind]
+    make = {"step": torch.optim.SGD, "device": optimizers.FusedSGD, "sam": SAM}[kind]
     models, both = probes(session, level, make=functools.partial(make, lr=0.125), loss_scale=scale)
     before = copies(*models)
     with (
@@ -124,7 +118,7 @@ ZERO = {
 }
 
 
-@pytest.mark.full(but=12)
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("zero", ZERO)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_adversarial_loop_passes(session, said, level, zero):
@@ -163,6 +157,12 @@ def test_scaled_gradients_of_another_optimizers_block_are_not_added_up(session, 
 
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 def test_gradients_that_are_no_leftovers_of_another_block_pass(session, level, scale):
+    # At a scale of 1 a block may reach more optimizers than it names.
+    models, both = probes(session, level, loss_scale=1.0)
+    reach_both(session, models, both[0])
+    both[1].step()
+    assert models[1].weight.eq(1.875).all()
+    session.reset()
     models, both = probes(session, level, loss_scale=scale)
     # What a plain backward has left before the block, and the block does not touch.
     models[1].loss(1.0).backward()
@@ -183,14 +183,6 @@ def test_gradients_that_are_no_leftovers_of_another_block_pass(session, level, s
         p.grad = torch.ones_like(p)
     both[1].step()
     assert models[1].weight.eq(1.625).all()
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_nothing_is_wrong_with_a_block_over_fewer_optimizers_at_scale_1(session, level):
-    models, both = probes(session, level, loss_scale=1.0)
-    reach_both(session, models, both[0])
-    both[1].step()
-    assert models[1].weight.eq(1.875).all()
 
 
 @pytest.mark.parametrize(("level", "scale"), SCALED)
@@ -330,24 +322,12 @@ def test_a_second_initialize_of_a_model_says_that_it_is_under_amp(session, level
             assert "Call amp.reset() first" in str(told.value)
     with pytest.raises(AmpError, match="is under amp already, in another AmpSession.* Call reset.. of that one first"):
         AmpSession().initialize(model, again, opt_level=level, verbosity=0)
+    with pytest.raises(AmpError, match="[Rr]emove .half"):  # a copy is not taken for the model
+        AmpSession().initialize(copy.deepcopy(model), opt_level=level, verbosity=0)
     session.reset()
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
-def test_a_copy_of_a_model_is_not_taken_for_the_model(session):
-    model = session.initialize(mlp(), opt_level="O2", verbosity=0)
-    with pytest.raises(AmpError, match="[Rr]emove .half"):
-        AmpSession().initialize(copy.deepcopy(model), opt_level="O2", verbosity=0)
-
-
-def test_an_initialize_that_fails_leaves_the_model_free(session):
-    model = mlp()
-    both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(AmpError, match="is in two optimizers"):
-        session.initialize(model, both, opt_level="O2", verbosity=0)
-    session.initialize(model, opt_level="O2", verbosity=0)
-    session.reset()
-    session.initialize(model, opt_level="O2", verbosity=0)
+        session.initialize(model, [optimizer, torch.optim.SGD(model.parameters(), lr=0.1)], opt_level="O2", verbosity=0)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 # --- optimizers inside an optimizer -----------------------------------------------------------------------------------
@@ -399,9 +379,7 @@ def test_one_flat_parameter_in_the_memory_of_the_model_is_refused(session, level
     other = nn.Parameter(torch.ones(1))
     model.weight.data, model.bias.data = flat.data[:8].view(2, 4), flat.data[8:]
     optimizer = torch.optim.SGD([other, flat], lr=0.1)
-    with pytest.raises(
-        AmpError, match=r"\(SGD\): param_groups\[0\]\['params'\]\[1\] is no parameter of the model, and lies in"
-    ):
+    with pytest.raises(AmpError, match=r"\(SGD\): .*\['params'\]\[1\] is no parameter of the model, and lies in"):
         session.initialize(model, optimizer, opt_level=level)
     session.initialize(model, torch.optim.SGD([other, *model.parameters()], lr=0.1), opt_level=level)
 

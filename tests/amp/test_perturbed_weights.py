@@ -7,7 +7,7 @@ import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of, refusal
 from host_reads import HostReads
-from kit import SAM, backward, start
+from kit import SAM, backward, levels_by_default, start
 from torch import nn
 
 from ampctx import AmpError
@@ -71,27 +71,6 @@ def test_a_models_state_dict_shows_the_weights_that_are_there(training):
     assert training.model.state_dict()["weight"].unique().tolist() == [0.75 - 2.0**-9]
 
 
-def test_a_second_first_step_is_refused_and_nothing_is_lost(training):
-    training.climb()
-    training.backward()
-    with pytest.raises(AmpError, match=r"first_step\(\) was called a second time.*optimizer.second_step\(\) first"):
-        training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.5]
-    training.optimizer.second_step(zero_grad=True)
-    assert training.weights() == [0.75]
-    training.backward()
-    training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.25]
-
-
-def test_a_first_step_that_was_skipped_may_be_followed_by_another(session):
-    training = Training(session, "O2", "dynamic")
-    training.backward(float("inf"))
-    training.optimizer.first_step(zero_grad=True)
-    assert training.weights() == [1.0]
-    training.climb()
-
-
 def half_made(session, level):
     """Trainings with a gradient of 1 whose next block an exception has ended, at each third of its lines in turn."""
     training = Training(session, level)
@@ -129,7 +108,7 @@ REFUSED = r"(amp.scale_loss|step\(\)) was called after an exception.*optimizer.z
 
 
 @pytest.mark.parametrize("comes", [step, block_and_step, nested_block_and_step])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@levels_by_default("O1", "O2", of=("O0", "O1", "O2", "O5"))
 def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, comes):
     """Without the interrupted block or with it; a refusal names the way out, which works."""
     found = set()
@@ -147,7 +126,7 @@ def test_sums_left_half_made_are_refused_and_others_are_whole(session, level, co
     assert found
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@levels_by_default("O1", "O2", of=("O0", "O1", "O2", "O5"))
 def test_reset_drops_sums_left_half_made(session, level):
     for training in half_made(session, level):
         session.reset()

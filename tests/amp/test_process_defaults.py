@@ -70,6 +70,7 @@ def test_amp(level, given):
     assert_unchanged(run, given)
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("name", [*OURS, *LOW])
 @pytest.mark.parametrize("given", DEFAULTS.values(), ids=DEFAULTS)
 def test_optimizers(name, given):

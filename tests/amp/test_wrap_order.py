@@ -103,7 +103,7 @@ def evaluated(model):
     return found
 
 
-@pytest.mark.full(but=16)
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("name", ["FusedAdam", "SGD-foreach"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("wrap", "order"), ROWS)
