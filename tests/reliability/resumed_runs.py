@@ -50,7 +50,7 @@ class Case(NamedTuple):
     level: str
     optimizer: str
     moment: str = "after the step"
-    losses: int = 20
+    losses: int = 10
     order: tuple[str, ...] = ORDERS[0]
     masters: bool = True
 

@@ -160,6 +160,7 @@ def test_unfrozen_within_the_block(session, level, name):
 # --- parameter groups -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=20)
 @every_optimizer
 @every_level
 @pytest.mark.parametrize("when", ["before a backward", "in the accumulation", "between delayed blocks", "later"])

@@ -330,7 +330,7 @@ def test_hooks_wait_only_while_they_are_there(session):
 # --- what is gated ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but=40)
+@pytest.mark.full(but=22)
 @pytest.mark.parametrize("by", ["outcome", "hook"])
 @few_levels
 @every_optimizer

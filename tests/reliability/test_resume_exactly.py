@@ -55,7 +55,7 @@ def assert_resumed(results, case):
     went_on, resumed = results(case)
     assert resumed["losses"] == went_on["losses"]
     assert len(went_on["losses"]) == case.losses
-    assert all(torch.isfinite(torch.tensor(went_on["losses"][10:])))
+    assert torch.tensor(went_on["losses"][5:]).isfinite().all()
     assert_same(resumed, went_on)
 
 
