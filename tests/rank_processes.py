@@ -22,9 +22,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ranks are forked from a process that has imported torch: an import takes longer than most workers.
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "ampctx", "pytest")
-_CONTEXT.set_forkserver_preload([*_PRELOADED])
+CONTEXT.set_forkserver_preload([*_PRELOADED])
 
 # Of a process that runs the bodies of tests.
 RANK, RANKS = 0, 1
@@ -40,7 +40,7 @@ def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240, *
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_rank, args=(script, [str(rendezvous), str(ranks), str(rank), *more], given, *written)
             )
             for rank, written in enumerate(files)
@@ -167,9 +167,9 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._ranks = []
         for rank in range(number):
-            mine, theirs = _CONTEXT.Pipe()
+            mine, theirs = CONTEXT.Pipe()
             given = (tests, Path(self._folder.name), environment(), rank, number, theirs)
-            process = _CONTEXT.Process(target=_serve, args=given, daemon=True)
+            process = CONTEXT.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((mine, process))
