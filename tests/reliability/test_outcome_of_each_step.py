@@ -11,7 +11,6 @@ from host_reads import HostReads
 from kit import INF, NAN, assert_same, backward, loss_of, with_plans
 from stepping import ON_DEVICE, ON_HOST, Loop, ScalerLoop, every_optimizer, few_levels, network, one_of_each
 from tape import Tape
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampctx import AmpError, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession
@@ -325,40 +324,3 @@ def test_hooks_wait_only_while_they_are_there(session):
         loop.backward()
         loop.optimizer.step()
     assert reads.count == 0
-
-
-# --- what is gated ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full(but=22)
-@pytest.mark.parametrize("by", ["outcome", "hook"])
-@few_levels
-@every_optimizer
-def test_an_ema_and_a_counter_move_with_the_steps_alone(name, level, by):
-    """They are, bit for bit, those of a run in which the overflowed iterations never were."""
-
-    def run(plan):
-        session = AmpSession()
-        loop = Loop(session, name, level, min_loss_scale=8.0, max_loss_scale=8.0)
-        ema = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        count = []
-
-        def step_landed(*_):
-            ema.update_parameters(loop.model)
-            count.append(1)
-
-        if by == "hook":
-            session.on_step(step_landed)
-        for seed, poison in plan:
-            outcome = loop.iterate(seed, poison)
-            if by == "outcome" and outcome.stepped:
-                step_landed()
-        result = [p.detach().clone() for p in ema.parameters()] + loop.values(), len(count), int(ema.n_averaged)
-        session.reset()
-        return result
-
-    with_overflows = [(9, POISON), (0, {}), (9, POISON), (9, {"1.weight": NAN}), (1, {}), (2, {}), (9, POISON)]
-    tensors, *counts = run(with_overflows)
-    expected, *of_clean_run = run([(seed, {}) for seed in range(3)])
-    assert counts == of_clean_run == [3, 3]
-    assert_same(expected, tensors)

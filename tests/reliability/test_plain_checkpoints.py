@@ -354,8 +354,6 @@ WAYS = {
     "torch.save": lambda state, _: through_a_file(state),
     "safetensors": by_safetensors,
     "dcp": by_dcp,
-    "deepcopy": lambda state, _: copy.deepcopy(state),
-    "dict": lambda state, _: {name: value.clone() for name, value in state.items()},
 }
 
 
