@@ -41,6 +41,7 @@ def test_in_a_hook(session, name, level, poison):
     assert [set(culprits) for culprits in found] == [expected(poison)]
 
 
+@pytest.mark.full(but=44)
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @every_optimizer

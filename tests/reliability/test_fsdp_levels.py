@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from kit import assert_same, backward, batch, same, start
+from kit import backward, batch, same, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -162,21 +162,6 @@ def test_parametrizations_compute_in_fp32(mesh):
     expected = Run(model(), "O5", **options).steps().end()
     fully_shard(sharded, "O5", mesh=mesh, **options)
     assert same(Run(sharded, "O5", **options).steps().end(), expected)
-
-
-@pytest.mark.usefixtures("mesh")
-@pytest.mark.parametrize("level", DTYPES)
-def test_a_load_after_the_wrap_starts_ddp_from_every_bit(session, level):
-    model, weights = mlp(), mlp().state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    assert not torch.equal(session.master_state_dict(model)["0.weight"], weights["0.weight"])
-    model.load_state_dict(weights)
-    with session.scale_loss(ddp(torch.ones(2, 5)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert_same(session.master_state_dict(model), weights)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

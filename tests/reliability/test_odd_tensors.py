@@ -160,12 +160,15 @@ def assert_agree(parameters, expected) -> None:
         )
 
 
+def odd_models(*kinds):
+    """Each optimizer with each kind of model; those of torch that are not fused with complex parameters, too."""
+    cases = [(name, which) for name in PAIRS for which in kinds]
+    cases += [(name, "complex") for name in PAIRS if name.endswith(("plain", "foreach"))]
+    return pytest.mark.parametrize(("name", "which"), cases)
+
+
 @pytest.mark.full(but=40)
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [(name, which) for name in PAIRS for which in ("odd", "all-empty", "complex")
-     if which != "complex" or name.endswith(("plain", "foreach"))],
-)  # fmt: skip
+@odd_models("odd", "all-empty")
 @few_levels
 def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
     model, expected, make, reference = pair(name, all_empty=which == "all-empty", with_complex=which == "complex")
@@ -183,11 +186,8 @@ def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
     assert_agree(master_params(optimizer), expected)
 
 
-@every_optimizer
-@pytest.mark.parametrize("which", ["finite", "overflow", "complex"])
+@odd_models("finite", "overflow")
 def test_grad_scaler_on_an_odd_model(name, which):
-    if which == "complex" and not name.endswith(("plain", "foreach")):
-        which = "finite"
     model, expected, make, reference = pair(name, with_complex=which == "complex")
     optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=64.0)
     for i in range(3):
