@@ -58,11 +58,11 @@ def all_state(session, model, optimizer) -> str:
 
 @contextlib.contextmanager
 def refused(*texts):
-    """On every rank, and soon."""
+    """On every rank, and long before a collective is given up."""
     began = time.monotonic()
     with pytest.raises(AmpRankError) as caught:
         yield
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     for text in texts:
         assert text in str(caught.value)
 
