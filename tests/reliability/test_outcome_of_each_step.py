@@ -88,13 +88,15 @@ def test_grad_scaler_and_torch_fused_sgd_at_its_first_step(dampening):
     assert_same(run(clean), run([(7, POISON), *clean]))
 
 
-def test_a_disabled_scaler_skips_nothing():
+def test_what_is_not_enabled_skips_nothing(session):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", enabled=False)
     scaler.scale(loss_of(model, 0)).backward()
     scaler.step(optimizer)
     assert scaler.outcome(optimizer).stepped
+    session.initialize(model, optimizer, enabled=False)
+    assert session.outcome(optimizer).stepped
 
 
 @few_levels
@@ -196,14 +198,6 @@ def test_a_grad_scaler_in_the_place_of_scale_loss_does_not_reach_masters(session
     scaler.scale(loss_of(loop.model, 0)).backward()
     scaler.step(loop.optimizer)
     assert scaler.outcome(loop.optimizer).stepped
-
-
-def test_amp_not_enabled():
-    session = AmpSession()
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, enabled=False)
-    assert session.outcome(optimizer).stepped
 
 
 def test_an_optimizer_that_amp_does_not_know(session):

@@ -370,15 +370,9 @@ def test_every_way_to_keep_a_state_dict_keeps_the_masters(session, level, way, t
     plain = tower(seed=2)
     plain.load_state_dict(state)
     assert_same([p.detach() for p in plain.parameters()], masters)
-
-
-@with_masters
-def test_the_calls_of_dcp_for_models(session, level):
-    model, optimizer = started(session, level)
+    # The calls of DCP for models.
     train(session, model, optimizer, 3)
-    state, masters = get_model_state_dict(model), masters_of(session, optimizer)
-    assert_same(list(state.values()), masters)
-    train(session, model, optimizer, 3)
+    assert_same(list(get_model_state_dict(model).values()), masters_of(session, optimizer))
     set_model_state_dict(model, state)
     assert_same(masters_of(session, optimizer), masters)
 
