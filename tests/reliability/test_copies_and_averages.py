@@ -11,7 +11,7 @@ from kit import assert_same, backward, batch, every_level, loss_of, mlp, same, s
 from rank_processes import CONTEXT
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from ampctx import AmpError, AmpSession
+from ampctx import AmpError
 from ampctx.casts.arguments import ModelHook
 from ampctx.optimizers import FusedAdam
 
@@ -96,11 +96,9 @@ def averaged(session, level, make):
 
 @pytest.mark.parametrize("make", ["FusedSGD", "SGD-foreach"])
 @every_level
-def test_swa_from_the_loop_to_the_batch_norm_of_the_average(session, level, make):
+def test_swa_from_the_loop_to_the_batch_norm_of_the_average(session, sessions, level, make):
     model, average, rates, _optimizer = averaged(session, level, make)
-    twin = AmpSession()
-    _, expected, wanted, _ = averaged(twin, "O0", make)
-    twin.reset()
+    _, expected, wanted, _ = averaged(sessions(), "O0", make)
     assert rates == wanted
     tolerance = 1e-6 if level == "O0" else 0.05
     for got, of_fp32 in zip(average.module.parameters(), expected.module.parameters(), strict=True):
@@ -142,14 +140,12 @@ def test_the_master_model_holds_the_masters_themselves(session, trained, level):
         assert level == "O3" or torch.equal(out, plain.eval()(torch.ones(3, 4)))
 
 
-def test_the_model_is_left_alone(session):
-    twin = AmpSession()
-    runs = [(each, *start(each, "O2")) for each in (session, twin)]
-    session.master_model(runs[0][1])
+def test_the_model_is_left_alone(sessions):
+    runs = [(session, *start(session, "O2")) for session in (sessions(), sessions())]
+    runs[0][0].master_model(runs[0][1])
     for run in runs:
         train(*run, 3)
     assert same(runs[0][1].parameters(), runs[1][1].parameters())
-    twin.reset()
 
 
 def test_masters_in_the_optimizers_state_have_no_model(session):
@@ -196,7 +192,7 @@ def test_a_model_goes_to_another_process(trained):
 @each_copy
 @every_optimizer
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_copied_optimizer_with_masters_refuses_to_step(session, trained, level, name, copied):
+def test_a_copied_optimizer_with_masters_refuses_to_step(session, sessions, trained, level, name, copied):
     model, optimizer = trained
     twin_model, twin = copied((model, optimizer))
     scheduler = torch.optim.lr_scheduler.ConstantLR(twin)
@@ -214,10 +210,9 @@ def test_a_copied_optimizer_with_masters_refuses_to_step(session, trained, level
         assert_same(state[i]["momentum_buffer"], kept["momentum_buffer"])
     train(session, model, optimizer)
     # The copied model is fit for a session of its own.
-    other = AmpSession()
+    other = sessions()
     other.allow_incoming_model_not_fp32 = True
     train(other, *start(other, level, name, twin_model))
-    other.reset()
 
 
 @every_optimizer
@@ -259,7 +254,7 @@ class TakesAllAlong(torch.optim.SGD):
 @pytest.mark.parametrize(
     "make", [lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)), lambda p: TakesAllAlong(p, lr=0.1)], ids=["wrapper", "sgd"]
 )
-def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(session, level, make, copied):
+def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(session, sessions, level, make, copied):
     model = mlp()
     optimizer = make(model.parameters())
     if isinstance(optimizer, TakesAllAlong):  # replaces step, too
@@ -287,9 +282,7 @@ def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(sessio
     assert not torch.equal(model[0].weight, before[0])
     # Nothing of the session is on the copy: it can have one of its own.
     if level not in ("O2", "O5"):
-        other = AmpSession()
-        other.initialize([], twin, opt_level="O0", verbosity=0)
-        other.reset()
+        sessions().initialize([], twin, opt_level="O0", verbosity=0)
 
 
 @pytest.mark.parametrize("copied", [*COPIES.values(), copy.copy], ids=[*COPIES, "copy"])

@@ -194,20 +194,19 @@ def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
     assert {*policies(model)} == {given}
 
 
-def test_outputs_are_those_of_the_level(mesh):
+def test_outputs_are_those_of_the_level(mesh, session):
     """Also where the policy has other ones."""
     given = policy(torch.bfloat16, output_dtype=torch.bfloat16)
     expected = Run(shard_mlp(mesh), "O5").steps().end()
     assert same(Run(shard(mlp(), mesh, mp_policy=given), "O5").steps().end(), expected)
     model = shard_mlp(mesh)
-    session = AmpSession()
     session.initialize(model, None, opt_level="O5", cast_model_outputs=torch.float16, verbosity=0)
     assert model(torch.ones(2, 5)).dtype == torch.float16
     session.reset()
     assert model(torch.ones(2, 5)).dtype == torch.float32
 
 
-def test_layers_of_one_unit_and_a_compiled_model(mesh):
+def test_layers_of_one_unit_and_a_compiled_model(mesh, session):
     """fully_shard of a list is one unit. torch.compile names the model another way."""
     expected = Run(shard_mlp(mesh), "O5").steps().end()
     model = mlp()
@@ -215,14 +214,12 @@ def test_layers_of_one_unit_and_a_compiled_model(mesh):
     fsdp.fully_shard(model, mesh=mesh)
     assert same(Run(model, "O5").steps().end(), expected)
     compiled = torch.compile(shard_mlp(mesh), backend="eager")
-    session = AmpSession()
     session.initialize(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     assert {*policies(compiled)} == {policy(torch.bfloat16)}
-    session.reset()
 
 
-def test_several_models_sharded_and_not(mesh):
-    session, sharded, plain = AmpSession(), shard_mlp(mesh), mlp()
+def test_several_models_sharded_and_not(mesh, session):
+    sharded, plain = shard_mlp(mesh), mlp()
     optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
     session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
     assert plain[0].weight.dtype == torch.bfloat16

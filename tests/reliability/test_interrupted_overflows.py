@@ -44,10 +44,8 @@ class Training:
 
     def check_model(self):
         """Before anything of amp's is called that might write the weights."""
-        model = [p.detach().clone() for p in self.model.parameters()]
-        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for p, master in zip(model, masters, strict=True):
-            assert torch.equal(p, master.detach().to(p.dtype))
+        for p, master in zip(self.model.parameters(), params_of(self.optimizer), strict=True):
+            assert torch.equal(p, master.to(p.dtype))
 
 
 def goes_on(training, place, first_may_skip):
