@@ -30,10 +30,6 @@ class Training:
         loss = self.model(batch(1, 8)).float().pow(4).mean() * factor
         backward(self.session, loss, self.optimizer, **kwargs)
 
-    def delayed(self, factor):
-        """Ends at the step: no block without ``delay_unscale`` comes."""
-        self.block(factor, delay_unscale=True)
-
     def iterate(self):
         self.optimizer.zero_grad()
         self.block()
@@ -75,7 +71,8 @@ CASES = {
     "block": (lambda t: None, lambda t: t.block(INF), False),
     "deferred": (lambda t: t.block(INF, delay_overflow_check=True), lambda t: t.block(), True),
     "skipped": (lambda t: t.block(INF), lambda t: t.optimizer.step(), True),
-    "window": (lambda t: t.delayed(INF), lambda t: t.optimizer.step(), False),
+    # Ends at the step: no block without ``delay_unscale`` comes.
+    "window": (lambda t: t.block(INF, delay_unscale=True), lambda t: t.optimizer.step(), False),
     "taken": (lambda t: t.block(), lambda t: t.optimizer.step(), False),
 }
 EACH = [("O2", "ampctx", 1), ("O2", "plain", 1), ("O1", "plain", 3), ("O2", "torch-fused", 3)]
