@@ -13,11 +13,18 @@ from ampctx import AmpSession, AmpWarning
 
 
 @pytest.fixture
-def session():
+def sessions():
+    """Makes sessions, which are undone afterwards."""
+    made = []
+    yield lambda: made.append(AmpSession()) or made[-1]
+    for session in made:
+        session.reset()
+
+
+@pytest.fixture
+def session(sessions):
     """A session of the test's own, undone afterwards."""
-    session = AmpSession()
-    yield session
-    session.reset()
+    return sessions()
 
 
 @pytest.fixture

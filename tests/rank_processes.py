@@ -22,8 +22,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ranks are forked from a process that has imported torch: an import takes longer than most workers.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "ampctx", "pytest"])
+CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOADED = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "ampctx", "pytest")
+CONTEXT.set_forkserver_preload([*_PRELOADED])
 
 # Of a process that runs the bodies of tests.
 RANK, RANKS = 0, 1
@@ -39,7 +40,7 @@ def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240, *
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_rank, args=(script, [str(rendezvous), str(ranks), str(rank), *more], given, *written)
             )
             for rank, written in enumerate(files)
@@ -61,12 +62,12 @@ def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240, *
 
 
 def _rank(script: Path, arguments: list[str], given: dict[str, str], out: Path, errors: Path) -> None:
-    _become(script, given, out, errors)
+    _become(script.parent, given, out, errors)
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> None:
+def _become(folder: Path, given: dict[str, str], out: Path, errors: Path) -> None:
     import torch
 
     for number, file in ((1, out), (2, errors)):
@@ -75,7 +76,7 @@ def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> Non
     os.environ.clear()
     os.environ.update(given)
     torch.set_num_threads(1)
-    sys.path[:0] = [str(script.parent), str(Path(__file__).parent)]
+    sys.path[:0] = [str(folder), str(Path(__file__).parent)]
     import ampctx
 
     warnings.simplefilter("error")
@@ -88,7 +89,7 @@ def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> Non
 def on_ranks(number: int, timeout: float = 240):
     """Has the body of a test run on so many ranks, in a gloo process group; a test's parameters have to be picklable.
 
-    The ranks stay for the next test of the module, unless one has failed. What they compare between them goes through
+    The ranks stay for the next test of the folder, unless one has failed. What they compare between them goes through
     ``all_ranks``.
     """
 
@@ -96,10 +97,10 @@ def on_ranks(number: int, timeout: float = 240):
         @functools.wraps(test)
         def start(**params):
             script = Path(test.__code__.co_filename)
-            for pool in [pool for pool in _POOLS.values() if pool.script != script]:
+            for pool in [pool for pool in _POOLS.values() if pool.tests != script.parent]:
                 pool.close()
-            pool = _POOLS.get(number) or _Pool(script, number)
-            pool.run(test.__name__, params, timeout)
+            pool = _POOLS.get(number) or _Pool(script.parent, number)
+            pool.run(script.stem, test.__name__, params, timeout)
 
         return start
 
@@ -159,25 +160,25 @@ _POOLS: dict[int, "_Pool"] = {}
 
 
 class _Pool:
-    """The ranks of a test module."""
+    """The ranks of a folder of tests."""
 
-    def __init__(self, script: Path, number: int) -> None:
-        self.script, self._number = script, number
+    def __init__(self, tests: Path, number: int) -> None:
+        self.tests, self._number = tests, number
         self._folder = tempfile.TemporaryDirectory()
         self._ranks = []
         for rank in range(number):
-            mine, theirs = _CONTEXT.Pipe()
-            given = (script, Path(self._folder.name), environment(), rank, number, theirs)
-            process = _CONTEXT.Process(target=_serve, args=given, daemon=True)
+            mine, theirs = CONTEXT.Pipe()
+            given = (tests, Path(self._folder.name), environment(), rank, number, theirs)
+            process = CONTEXT.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((mine, process))
         _POOLS[number] = self
 
-    def run(self, test: str, params: dict, timeout: float) -> None:
+    def run(self, module: str, test: str, params: dict, timeout: float) -> None:
         pipes = [pipe for pipe, _ in self._ranks]
         for pipe in pipes:
-            pipe.send((test, params))
+            pipe.send((module, test, params))
         answers, end = {}, time.monotonic() + timeout
         while len(answers) < len(pipes):
             ready = wait([pipe for pipe in pipes if pipe not in answers], max(0.0, end - time.monotonic()))
@@ -205,19 +206,18 @@ class _Pool:
         del _POOLS[self._number]
 
 
-def _serve(script: Path, folder: Path, given: dict[str, str], rank: int, ranks: int, pipe) -> None:
+def _serve(tests: Path, folder: Path, given: dict[str, str], rank: int, ranks: int, pipe) -> None:
     global RANK, RANKS
     RANK, RANKS = rank, ranks
-    _become(script, given, folder / f"{RANK}.out", folder / f"{RANK}.err")
+    _become(tests, given, folder / f"{RANK}.out", folder / f"{RANK}.err")
     import torch.distributed as dist
 
     store, limit = f"file://{folder / 'rendezvous'}", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=RANKS, timeout=limit)
-    module = importlib.import_module(script.stem)
     while True:
-        test, params = pipe.recv()
+        module, test, params = pipe.recv()
         try:
-            inspect.unwrap(getattr(module, test))(**params)
+            inspect.unwrap(getattr(importlib.import_module(module), test))(**params)
         except BaseException:
             pipe.send(traceback.format_exc())
         else:

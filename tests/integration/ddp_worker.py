@@ -33,7 +33,7 @@ def fingerprint(optimizer, model):
     return [w.hex() for w in torch.cat([weights, in_model]).tolist()]
 
 
-def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
+def plain(level, seed, steps=4, blocks=1, overflow=False, fused=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
     model = mlp(seed).to(DEVICE)
     sgd = optimizers.FusedSGD if fused else torch.optim.SGD

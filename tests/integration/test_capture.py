@@ -54,24 +54,25 @@ class Loop:
 
 
 def compare(eager, replayed):
+    """At the end of both."""
     assert_same(replayed.result(), eager.result())
     assert all(torch.isfinite(t).all() for t in eager.result()[0])
-    assert eager.session.skipped_steps(eager.optimizer) == replayed.session.skipped_steps(replayed.optimizer) == 3
+    for loop in (eager, replayed):
+        assert loop.session.skipped_steps(loop.optimizer) == 3
+        loop.session.reset()
 
 
-@pytest.mark.full(but=24)
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_replayed_operators(make, level, max_norm):
-    eager, replayed = Loop(make, level, max_norm=max_norm), Loop(make, level, max_norm=max_norm)
-    for i in range(WARMUP + REPLAYS):
+def recorded_and_replayed(*loops, before=lambda loop: None):
+    """The first loop runs eagerly, the second replays its first iteration after those of the warm-up and ``before``."""
+    eager, replayed = loops
+    for loop in loops:
+        for i in range(WARMUP):
+            loop.feed(i)
+            loop.iterate()
+        before(loop)
+    for i in range(WARMUP, WARMUP + REPLAYS):
         eager.feed(i)
         eager.iterate()
-    for i in range(WARMUP):
-        replayed.feed(i)
-        replayed.iterate()
-    for i in range(WARMUP, WARMUP + REPLAYS):
         replayed.feed(i)
         if i == WARMUP:
             with Tape() as tape:
@@ -79,8 +80,14 @@ def test_replayed_operators(make, level, max_norm):
         else:
             tape.replay()
     compare(eager, replayed)
-    for loop in (eager, replayed):
-        loop.session.reset()
+
+
+@pytest.mark.full(but=24)
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_replayed_operators(make, level, max_norm):
+    recorded_and_replayed(*(Loop(make, level, max_norm=max_norm) for _ in range(2)))
 
 
 def _a_block_that_raises(loop):
@@ -96,24 +103,7 @@ def _a_block_without_an_update(loop):
 
 @pytest.mark.parametrize("before", [_a_block_that_raises, _a_block_without_an_update])
 def test_the_scale_of_before_is_not_recorded(before):
-    eager, replayed = (Loop(MAKE["FusedAdam"], "O2") for _ in range(2))
-    for loop in (eager, replayed):
-        for i in range(WARMUP):
-            loop.feed(i)
-            loop.iterate()
-        before(loop)
-    for i in range(WARMUP, WARMUP + REPLAYS):
-        eager.feed(i)
-        eager.iterate()
-        replayed.feed(i)
-        if i == WARMUP:
-            with Tape() as tape:
-                replayed.iterate()
-        else:
-            tape.replay()
-    compare(eager, replayed)
-    for loop in (eager, replayed):
-        loop.session.reset()
+    recorded_and_replayed(*(Loop(MAKE["FusedAdam"], "O2") for _ in range(2)), before=before)
 
 
 def graph_of(loop, feed):
@@ -147,8 +137,6 @@ def test_cuda_graph(name, level, max_norm):
         captured.feed(i)
         graph.replay()
     compare(eager, captured)
-    for loop in (eager, captured):
-        loop.session.reset()
 
 
 @pytest.mark.cuda

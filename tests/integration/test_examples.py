@@ -6,7 +6,6 @@ Other levels and optimizers run in forks of one process.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
-from example_runs import Forks, forks, refusal, run
+from example_runs import run
 from matplotlib import image
 
 LAST_LINE = re.compile(
@@ -23,32 +22,11 @@ LAST_LINE = re.compile(
 STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
 
 
-def digits(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run("digits.py", "--device", "cpu", *arguments, cwd=cwd)
-
-
 def last_line(printed: str) -> tuple[float, float, int, int]:
     """Test accuracy, loss scale, skipped steps and steps, from the last line that the example prints."""
     found = LAST_LINE.search(printed.rstrip())
     assert found, printed
     return float(found[1]), float(found[2]), int(found[3]), int(found[4])
-
-
-def result(done: subprocess.CompletedProcess[str]) -> tuple[float, float, int, int]:
-    assert done.returncode == 0, done.stderr
-    return last_line(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with forks() as server:
-        yield server
-
-
-def forked(server: Forks, script: str, *arguments: object, cwd: Path) -> str:
-    status, printed = server.run(script, "--device", "cpu", *arguments, cwd=cwd)
-    assert status == 0, printed
-    return printed
 
 
 def share_of_colour(png: Path, red: int, green: int, blue: int) -> float:
@@ -59,21 +37,21 @@ def share_of_colour(png: Path, red: int, green: int, blue: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def short_run(forked, tmp_path_factory) -> tuple[Path, str]:
     """What `make demo` runs, and a checkpoint: O1 from a loss scale that overflows, then fp32."""
     folder = tmp_path_factory.mktemp("digits")
-    return folder, digits("--checkpoint", "digits.pt", cwd=folder)
+    return folder, forked("digits.py", "--checkpoint", "digits.pt", cwd=folder)
 
 
 def test_digits_trains_and_skips_overflows(short_run):
-    _, done = short_run
-    accuracy, scale, skipped, steps = result(done)
+    _, printed = short_run
+    accuracy, scale, skipped, steps = last_line(printed)
     assert accuracy >= 97.0
     assert steps == 3 * STEPS_PER_EPOCH
     assert 1 <= skipped <= 16
     assert scale == 2.0 ** (24 - skipped)
-    assert float(re.search(r", in fp32 ([\d.]+)% ", done.stdout)[1]) >= 97.0
-    assert "ampctx: O1: float16 autocast, dynamic loss scale 16777216\n" in done.stdout
+    assert float(re.search(r", in fp32 ([\d.]+)% ", printed)[1]) >= 97.0
+    assert "ampctx: O1: float16 autocast, dynamic loss scale 16777216\n" in printed
 
 
 def test_digits_draws_loss_scale_and_skips(short_run):
@@ -86,8 +64,8 @@ def test_digits_draws_loss_scale_and_skips(short_run):
 
 
 def test_digits_checkpoint_holds_masters_and_scale(short_run):
-    folder, done = short_run
-    _, scale, skipped, _ = result(done)
+    folder, printed = short_run
+    _, scale, skipped, _ = last_line(printed)
     checkpoint = torch.load(folder / "digits.pt", weights_only=True)
     assert (checkpoint["opt_level"], checkpoint["epoch"]) == ("O1", 3)
     clean_at_the_end = checkpoint["history"]["skipped"][::-1].index(True)
@@ -100,15 +78,15 @@ def test_digits_checkpoint_holds_masters_and_scale(short_run):
 
 
 @pytest.mark.full
-def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_path):
+def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, forked, tmp_path):
     folder, uninterrupted = short_run
     part = ("--epochs", 1, "--checkpoint", "part.pt")
-    forked(server, "digits.py", *part, cwd=tmp_path)
+    forked("digits.py", *part, cwd=tmp_path)
     rest = ("--epochs", 3, "--resume", "part.pt", "--checkpoint", "part.pt")
-    resumed = forked(server, "digits.py", *rest, cwd=tmp_path)
+    resumed = forked("digits.py", *rest, cwd=tmp_path)
 
     assert "resumed part.pt after epoch 1" in resumed
-    assert last_line(resumed) == result(uninterrupted)
+    assert last_line(resumed) == last_line(uninterrupted)
     one, other = (torch.load(path, weights_only=True) for path in (folder / "digits.pt", tmp_path / "part.pt"))
     assert len(other["history"]["accuracy"]) == other["epoch"] == 3
     assert one["history"] == other["history"]
@@ -119,9 +97,9 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
-def test_digits_trains_at(level, server, tmp_path):
+def test_digits_trains_at(level, forked, tmp_path):
     arguments = ("--opt-level", level, "--alone", "--plot", "plot")
-    accuracy, scale, skipped, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
+    accuracy, scale, skipped, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= (95.0 if level == "O3" else 97.0)
     assert (scale, skipped) == ((2.0 ** (24 - skipped), skipped) if level == "O2" else (1.0, 0))
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
@@ -129,15 +107,15 @@ def test_digits_trains_at(level, server, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
-def test_digits_trains_with(optimizer, server, tmp_path):
+def test_digits_trains_with(optimizer, forked, tmp_path):
     arguments = ("--optimizer", optimizer, "--alone")
-    accuracy, _, _, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
+    accuracy, _, _, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= 96.0
 
 
 @pytest.mark.full
 def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
-    done = digits("--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
+    done = run("digits.py", "--device", "cpu", "--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "digits.py: error: --plot: /dev/full cannot be written: No space left on device"
@@ -145,10 +123,9 @@ def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
     assert last_line(done.stdout)[0] > 80
 
 
-def test_digits_reports_an_error_in_one_line(tmp_path):
-    done = digits("--resume", "none.pt", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "digits.py: error: --resume: there is no checkpoint at none.pt\n"
+def test_digits_reports_an_error_in_one_line(in_fork, tmp_path):
+    printed = "digits.py: error: --resume: there is no checkpoint at none.pt\n"
+    assert in_fork("digits.py", "--resume", "none.pt", cwd=tmp_path) == (2, printed)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,7 +148,7 @@ def test_digits_reports_an_error_in_one_line(tmp_path):
     ],
     ids=lambda text: text.replace(" ", ""),
 )
-def test_digits_refuses(arguments, message, short_run, tmp_path, monkeypatch, capsys):
+def test_digits_refuses(arguments, message, short_run, refusal, tmp_path):
     good = (short_run[0] / "digits.pt").read_bytes()
     (tmp_path / "digits.pt").write_bytes(good)
     (tmp_path / "half.pt").write_bytes(good[: len(good) // 2])
@@ -181,8 +158,7 @@ def test_digits_refuses(arguments, message, short_run, tmp_path, monkeypatch, ca
 
     # The outputs point at a file that is there: an error must leave it alone.
     outputs = ("--checkpoint", "digits.pt", "--plot", "digits.pt")
-    said = refusal("digits.py", *outputs, *arguments.split(), cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert message in said
+    assert message in refusal("digits.py", *outputs, *arguments.split())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -214,33 +190,33 @@ def test_char_lm_learns_at_o5(tmp_path):
 
 
 @pytest.mark.full
-def test_char_lm_learns_with_muon(server, tmp_path):
+def test_char_lm_learns_with_muon(forked, tmp_path):
     arguments = ("--optimizer", "muon", "--opt-level", "O0", "--width", 64, "--steps", 60, "--eval-every", 60)
-    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
+    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 3.8 < 6.0 < float(found[2])
 
 
 @pytest.mark.full
-def test_char_lm_accumulates_at_o2_in_fp16(server, tmp_path):
+def test_char_lm_accumulates_at_o2_in_fp16(forked, tmp_path):
     arguments = ("--width", 32, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
-    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
+    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 5.2 < 6.0 < float(found[2])
     assert float(found[3]) == 65536 / 2 ** int(found[4])
 
 
-def test_char_lm_offloads_its_optimizer(server, tmp_path):
+def test_char_lm_offloads_its_optimizer(forked, tmp_path):
     arguments = ("--width", 32, "--batch-size", 4, "--steps", 10, "--offload")
-    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
+    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 6.0 < float(found[2])
 
 
 STATE_LINE = re.compile(r"^(\w+) state: held-out bits per char ([\d.]+) \| ([\d.]+) bytes per parameter$", flags=re.M)
 
 
-def test_state_types_compares_losses_and_memory(server, tmp_path):
+def test_state_types_compares_losses_and_memory(forked, tmp_path):
     sizes = ("--width", 32, "--layers", 1, "--context", 8, "--batch-size", 4, "--min-8bit-size", 0)
     arguments = ("--steps", 30, "--large-steps", 10, "--lr", 0.01, "--eval-every", 15, "--plot", "states.png")
-    lines = STATE_LINE.findall(forked(server, "state_types.py", *sizes, *arguments, cwd=tmp_path))
+    lines = STATE_LINE.findall(forked("state_types.py", *sizes, *arguments, cwd=tmp_path))
     assert [kind for kind, _, _ in lines] == ["fp32", "bf16", "8bit"]
     fp32, bf16, codes = (float(bits) for _, bits, _ in lines)
     assert fp32 < 5.5

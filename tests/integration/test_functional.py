@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import LEVELS, backward, start
+from kit import LEVELS, assert_same, backward, start
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
@@ -29,25 +29,17 @@ def relative(got, expected):
     return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(got, expected, strict=True))
 
 
-def test_functional_call_is_a_call(session, level):
+def test_functional_call_is_a_call_and_grad_what_backward_gives(session, level):
     model, _ = started(session, level)
     parameters = dict(model.named_parameters())
-    expected = model(X)
-    got = functional_call(model, parameters, (X,))
-    assert got.dtype == expected.dtype
-    assert torch.equal(got, expected)
-
-
-def test_grad_is_what_backward_gives(session, level):
-    model, _ = started(session, level)
-    parameters = dict(model.named_parameters())
-    loss = loss_of(model(X))
+    output = model(X)
+    assert_same(functional_call(model, parameters, (X,)), output)
+    loss = loss_of(output)
     with session.disable_casts():  # as in a scale_loss block
         expected = torch.autograd.grad(loss, list(model.parameters()))
     got = grad(lambda p: loss_of(functional_call(model, p, (X,))))(parameters)
-    for name, gradient in zip(parameters, expected, strict=True):
-        assert got[name].dtype == gradient.dtype == parameters[name].dtype
-        assert torch.equal(got[name], gradient), name
+    assert_same(got, dict(zip(parameters, expected, strict=True)))
+    assert all(gradient.dtype == parameters[name].dtype for name, gradient in got.items())
 
 
 def test_vmap_gives_the_gradients_of_each_sample(session, level):

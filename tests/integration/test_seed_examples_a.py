@@ -9,11 +9,10 @@ import ast
 import inspect
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from example_runs import ROOT, forks, output, refusal, run
+from example_runs import ROOT, run
 
 import ampctx
 
@@ -30,27 +29,6 @@ def numbers(printed: str, pattern: str) -> list[float]:
     found = re.fullmatch(re.escape(pattern).replace(r"\#", NUMBER), line)
     assert found, line
     return [float(number) for number in found.groups()]
-
-
-@pytest.fixture(scope="module")
-def forked():
-    """What an example prints in a process of its own, and nothing else: no warning."""
-    with forks() as server:
-
-        def forked(script: str, *arguments: object, cwd: Path) -> str:
-            status, printed = server.run(script, "--device", "cpu", *arguments, cwd=cwd)
-            assert status == 0, printed
-            return printed
-
-        yield forked
-
-
-@pytest.fixture
-def here(monkeypatch, capsys):
-    """What a variant prints."""
-    return lambda script, *arguments: output(
-        script, "--device", "cpu", *arguments, monkeypatch=monkeypatch, capsys=capsys
-    )
 
 
 TYPICAL = "test accuracy #% | loss # -> # | loss scale # | skipped steps # of #"
@@ -320,15 +298,15 @@ LAST_LINES = {
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_examples_refuse(script, arguments, message, tmp_path, monkeypatch, capsys):
-    assert message in refusal(f"{script}.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+def test_examples_refuse(script, arguments, message, refusal, tmp_path):
+    assert message in refusal(f"{script}.py", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("script", LAST_LINES)
-def test_examples_say_that_there_is_no_gpu(script, tmp_path, monkeypatch, capsys):
+def test_examples_say_that_there_is_no_gpu(script, refusal, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = refusal(f"{script}.py", "--device", "cuda", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    message = refusal(f"{script}.py", "--device", "cuda")
     assert "--device: cuda was asked for and torch finds no CUDA device here; use --device cpu" in message
 
 

@@ -10,15 +10,8 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
-from example_runs import output, run
+from example_runs import run
 from matplotlib import image
-
-
-@pytest.fixture
-def here(monkeypatch, capsys, tmp_path):
-    """What an example prints, in this process, which spares its imports."""
-    monkeypatch.chdir(tmp_path)
-    return lambda script, *arguments: output(script, *arguments, monkeypatch=monkeypatch, capsys=capsys).rstrip()
 
 
 def printed_by(script: str, *arguments: object, cwd: Path, ranks: int = 1) -> str:
@@ -73,7 +66,7 @@ def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
 def test_dcgan_examples_train_at(level, here):
-    out = here("dcgan.py", "--device", "cpu", "--width", 4, "--steps", 30, "--opt-level", level)
+    out = here("dcgan.py", "--width", 4, "--steps", 30, "--opt-level", level)
     (samples, untrained, _, _), _, (d_skips, g_skips, steps), scales = dcgan(out)
     assert samples < 0.8 * untrained
     assert steps == 30
@@ -122,7 +115,7 @@ def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
     ],
 )
 def test_parallel_examples_cast_in_threads(api, level, dtype, here):
-    options = ("--api", api, "--opt-level", level, "--device", "cpu", "--epochs", 2, "--batch-size", 32)
+    options = ("--api", api, "--opt-level", level, "--epochs", 2, "--batch-size", 32)
     out = here("parallel.py", *options, "--threads", 3)
     accuracy, how, _, _, _ = parallel(out)[api]
     assert accuracy >= 92.0
@@ -132,7 +125,7 @@ def test_parallel_examples_cast_in_threads(api, level, dtype, here):
 
 
 def test_parallel_examples_threads_skip_an_overflow(here):
-    out = here("parallel.py", "--device", "cpu", "--epochs", 1, "--overflow-at", 0)
+    out = here("parallel.py", "--epochs", 1, "--overflow-at", 0)
     _, _, scale, skipped, steps = parallel(out)["amp"]
     assert (scale, skipped, steps) == (32768.0, 1, 1351 // 16)
 
@@ -197,8 +190,8 @@ def test_custom_functions_examples_at(level, matmul, here):
 FORCED = re.compile(r"(O\d): body in (\w+), norm in (\w+), head in (\w+), test accuracy ([\d.]+)%$", re.MULTILINE)
 
 
-def test_forced_types_examples_are_the_same_at_every_level(tmp_path):
-    printed = printed_by("forced_types.py", "--device", "cpu", "--epochs", 1, cwd=tmp_path)
+def test_forced_types_examples_are_the_same_at_every_level(forked, tmp_path):
+    printed = forked("forced_types.py", "--epochs", 1, cwd=tmp_path)
     lowest = min(float(found[5]) for found in FORCED.finditer(printed))
     assert lowest >= 65.0
     body = {"O0": "float32", "O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
@@ -211,7 +204,7 @@ def test_forced_types_examples_are_the_same_at_every_level(tmp_path):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_forced_types_examples_fail_without(level, here):
-    options = ("--opt-level", level, "--epochs", 1, "--device", "cpu")
+    options = ("--opt-level", level, "--epochs", 1)
     out = here("forced_types.py", *options, "--without", "keep_fp32")
     assert f"{level}: body in float16, norm in float16, head in float16, test accuracy 9.89%" in out
     out = here("forced_types.py", *options, "--without", "ops_fp32")

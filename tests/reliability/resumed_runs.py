@@ -1,7 +1,5 @@
-"""Training runs that are saved in the middle and go on: in the process that saved, and as a script in a fresh one.
-
-python resumed_runs.py DIRECTORY        resumes every run saved there, and writes what came of it
-"""
+"""Training runs that are saved in the middle and go on: in the process that saved, and in another one, a worker that
+resumes every run that is saved in a folder and writes what came of it."""
 
 import itertools
 import sys
@@ -10,12 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from kit import OPTIMIZERS, backward, larc, start
 from torch import nn
 
 from ampctx import AmpSession
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script
-from kit import OPTIMIZERS, backward, larc, start
 
 _ADAM = partial(OPTIMIZERS["FusedAdam"], weight_decay=0.1)
 KINDS = {
@@ -50,7 +46,7 @@ class Case(NamedTuple):
     level: str
     optimizer: str
     moment: str = "after the step"
-    losses: int = 20
+    losses: int = 10
     order: tuple[str, ...] = ORDERS[0]
     masters: bool = True
 
@@ -143,13 +139,14 @@ class Run:
 
 
 def main(directory):
-    torch.set_num_threads(1)
-    for case in torch.load(directory / "cases", weights_only=False):
+    cases = torch.load(directory / "cases", weights_only=False)
+    for case in cases:
         # Built with other weights: all has to come from the checkpoint.
         run = Run(Case(*case), seed=1)
         run.load(torch.load(directory / f"{run.case}.pt", weights_only=True))
         torch.save(run.rest(), directory / f"resumed-{run.case}.pt")
         run.session.reset()
+    print(len(cases))
 
 
 if __name__ == "__main__":

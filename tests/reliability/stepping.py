@@ -14,6 +14,13 @@ ON_HOST = ("AdamW-foreach", "SGD-plain", "Adagrad-plain")
 # Who decides in each: ampctx's op, torch's op by a flag, the host.
 one_of_each = pytest.mark.parametrize("name", ["FusedAdam", "AdamW-fused", "SGD-plain"])
 every_optimizer = pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
+# Kinds of steps, with rates and momenta that 16 bits hold.
+KINDS = {
+    "plain": partial(OPTIMIZERS["SGD-plain"], lr=0.125, momentum=0.5),
+    "foreach": partial(OPTIMIZERS["Adam-foreach"], lr=0.125),
+    "torch-fused": partial(OPTIMIZERS["Adam-fused"], lr=0.125),
+    "ampctx": partial(OPTIMIZERS["FusedAdam"], lr=0.125, eps=1e-3),
+}
 few_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 
 

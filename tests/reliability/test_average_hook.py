@@ -143,6 +143,7 @@ def accumulated(level, delay, one_batch) -> list[float]:
     return result
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("delay", [False, True], ids=["every block reduces", "delay_unscale in no_sync"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @on_ranks(2)

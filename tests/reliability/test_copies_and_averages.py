@@ -2,15 +2,16 @@
 
 import copy
 import io
-import pickle
 from functools import partial
 
 import pytest
 import torch
+from kit import COPIES as PLAIN_COPIES
 from kit import assert_same, backward, batch, every_level, loss_of, mlp, same, start, train
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from rank_processes import CONTEXT
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from ampctx import AmpError, AmpSession
+from ampctx import AmpError
 from ampctx.casts.arguments import ModelHook
 from ampctx.optimizers import FusedAdam
 
@@ -40,7 +41,8 @@ def by_torch_save(o):
     return torch.load(file, weights_only=False)
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_torch_save}
+COPIES = {**PLAIN_COPIES, "torch.save": by_torch_save}
+each_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 
 
 # --- moving averages --------------------------------------------------------------------------------------------------
@@ -76,6 +78,47 @@ def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level,
     assert torch.equal(average.eval()(x), expected.eval()(x))
 
 
+def averaged(session, level, make):
+    """A run with SWA from its third step on. Returns the model, its average and the learning rates, and keeps the
+    optimizer, which holds the masters."""
+    model, optimizer = start(session, level, make, loss_scale=128.0)
+    # At O3 there are no masters: what is averaged are the 16-bit weights, behind the casts of the model itself.
+    source = model if level == "O3" else session.master_model(model)
+    average, schedule, rates = AveragedModel(source), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2), []
+    for step in range(6):
+        train(session, model, optimizer, 1, step)
+        if step >= 2 and session.outcome(optimizer).stepped:
+            average.update_parameters(source)
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return model, average, rates, optimizer
+
+
+@pytest.mark.parametrize("make", ["FusedSGD", "SGD-foreach"])
+@every_level
+def test_swa_from_the_loop_to_the_batch_norm_of_the_average(session, sessions, level, make):
+    model, average, rates, _optimizer = averaged(session, level, make)
+    _, expected, wanted, _ = averaged(sessions(), "O0", make)
+    assert rates == wanted
+    tolerance = 1e-6 if level == "O0" else 0.05
+    for got, of_fp32 in zip(average.module.parameters(), expected.module.parameters(), strict=True):
+        assert got.dtype == (torch.float16 if level == "O3" else torch.float32)
+        torch.testing.assert_close(got.float(), of_fp32, rtol=tolerance, atol=tolerance)
+
+    trained, data = model[1].running_mean.clone(), [batch(step) for step in range(6)]
+    update_bn(data, average)
+    with session.disable_casts():
+        update_bn(data, expected)
+        evaluated = expected.eval()(data[0])
+    norms = average.module[1], expected.module[1]
+    assert norms[0].num_batches_tracked == len(data)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(norms[0], name).float(), getattr(norms[1], name), rtol=0.05, atol=0.02)
+    assert torch.equal(model[1].running_mean, trained)
+    with torch.no_grad():
+        torch.testing.assert_close(average.eval()(data[0]).float(), evaluated, rtol=0.05, atol=0.05)
+
+
 # --- the model over its masters ---------------------------------------------------------------------------------------
 
 
@@ -97,14 +140,12 @@ def test_the_master_model_holds_the_masters_themselves(session, trained, level):
         assert level == "O3" or torch.equal(out, plain.eval()(torch.ones(3, 4)))
 
 
-def test_the_model_is_left_alone(session):
-    twin = AmpSession()
-    runs = [(each, *start(each, "O2")) for each in (session, twin)]
-    session.master_model(runs[0][1])
+def test_the_model_is_left_alone(sessions):
+    runs = [(session, *start(session, "O2")) for session in (sessions(), sessions())]
+    runs[0][0].master_model(runs[0][1])
     for run in runs:
         train(*run, 3)
     assert same(runs[0][1].parameters(), runs[1][1].parameters())
-    twin.reset()
 
 
 def test_masters_in_the_optimizers_state_have_no_model(session):
@@ -117,7 +158,7 @@ def test_masters_in_the_optimizers_state_have_no_model(session):
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@each_copy
 @every_level
 def test_a_copied_model_trains_on_its_own_weights(trained, copied):
     model, _ = trained
@@ -137,11 +178,10 @@ def _in_another_process(model, x, results):
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_model_goes_to_a_spawned_process(trained):
+def test_a_model_goes_to_another_process(trained):
     (model, _), x = trained, batch(n=3)
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_in_another_process, args=(model, x, results))
+    results = CONTEXT.Queue()
+    process = CONTEXT.Process(target=_in_another_process, args=(model, x, results))
     process.start()
     out = results.get(timeout=120)
     process.join(30)
@@ -149,10 +189,10 @@ def test_a_model_goes_to_a_spawned_process(trained):
     assert out == model.eval()(x).tolist()
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@each_copy
 @every_optimizer
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_copied_optimizer_with_masters_refuses_to_step(session, trained, level, name, copied):
+def test_a_copied_optimizer_with_masters_refuses_to_step(session, sessions, trained, level, name, copied):
     model, optimizer = trained
     twin_model, twin = copied((model, optimizer))
     scheduler = torch.optim.lr_scheduler.ConstantLR(twin)
@@ -170,10 +210,9 @@ def test_a_copied_optimizer_with_masters_refuses_to_step(session, trained, level
         assert_same(state[i]["momentum_buffer"], kept["momentum_buffer"])
     train(session, model, optimizer)
     # The copied model is fit for a session of its own.
-    other = AmpSession()
+    other = sessions()
     other.allow_incoming_model_not_fp32 = True
     train(other, *start(other, level, name, twin_model))
-    other.reset()
 
 
 @every_optimizer
@@ -210,12 +249,12 @@ class TakesAllAlong(torch.optim.SGD):
         return self.__dict__.copy()
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@each_copy
 @every_level
 @pytest.mark.parametrize(
     "make", [lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)), lambda p: TakesAllAlong(p, lr=0.1)], ids=["wrapper", "sgd"]
 )
-def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(session, level, make, copied):
+def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(session, sessions, level, make, copied):
     model = mlp()
     optimizer = make(model.parameters())
     if isinstance(optimizer, TakesAllAlong):  # replaces step, too
@@ -243,9 +282,7 @@ def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(sessio
     assert not torch.equal(model[0].weight, before[0])
     # Nothing of the session is on the copy: it can have one of its own.
     if level not in ("O2", "O5"):
-        other = AmpSession()
-        other.initialize([], twin, opt_level="O0", verbosity=0)
-        other.reset()
+        sessions().initialize([], twin, opt_level="O0", verbosity=0)
 
 
 @pytest.mark.parametrize("copied", [*COPIES.values(), copy.copy], ids=[*COPIES, "copy"])

@@ -26,7 +26,7 @@ def expected(poison):
     return {Culprit(k, SHAPES[k], int(v == v), int(v != v)) for k, v in poison.items()}
 
 
-@pytest.mark.full(but=70)
+@pytest.mark.full(but=44)
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 @few_levels
 @every_optimizer
@@ -41,6 +41,7 @@ def test_in_a_hook(session, name, level, poison):
     assert [set(culprits) for culprits in found] == [expected(poison)]
 
 
+@pytest.mark.full(but=44)
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @every_optimizer

@@ -7,17 +7,8 @@ import torch
 from kit import NAN, assert_same, backward, loss_of, mlp, start, train
 from torch import nn
 
-from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
+from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdam
-
-
-@pytest.fixture
-def sessions():
-    """Those in it are undone after the test."""
-    sessions = []
-    yield sessions
-    for session in sessions:
-        session.reset()
 
 
 @pytest.fixture
@@ -25,7 +16,7 @@ def started(sessions):
     """Makes runs."""
 
     def started(level="O2", seed=0, make="FusedAdam"):
-        sessions.append(session := AmpSession())
+        session = sessions()
         return session, *start(session, level, make, mlp(seed), num_losses=2)
 
     return started
@@ -154,9 +145,8 @@ def two_networks(sessions, swapped, seed):
     torch.manual_seed(seed)
     models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
     optimizers = [FusedAdam(m.parameters(), lr=0.01) for m in models]
-    session = AmpSession()
+    session = sessions()
     session.initialize(models, optimizers[::-1] if swapped else optimizers, opt_level="O2", verbosity=0)
-    sessions.append(session)
     return session, models, optimizers
 
 
@@ -190,7 +180,7 @@ def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
         torch.manual_seed(len(runs))
         model = nn.Linear(4, 4)
         optimizer = FusedAdam(model.half().parameters(), lr=0.01)
-        sessions.append(session := AmpSession())
+        session = sessions()
         session.allow_incoming_model_not_fp32 = True
         session.initialize(model if models is None else models, optimizer, opt_level="O2", verbosity=0)
         runs.append((session, model, optimizer))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from kit import assert_same, backward, batch, same, start
+from kit import backward, batch, same, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -164,21 +164,6 @@ def test_parametrizations_compute_in_fp32(mesh):
     assert same(Run(sharded, "O5", **options).steps().end(), expected)
 
 
-@pytest.mark.usefixtures("mesh")
-@pytest.mark.parametrize("level", DTYPES)
-def test_a_load_after_the_wrap_starts_ddp_from_every_bit(session, level):
-    model, weights = mlp(), mlp().state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    assert not torch.equal(session.master_state_dict(model)["0.weight"], weights["0.weight"])
-    model.load_state_dict(weights)
-    with session.scale_loss(ddp(torch.ones(2, 5)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert_same(session.master_state_dict(model), weights)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_other_levels_get_no_policy(mesh, level):
     assert mixed_precision_policy(level) == MixedPrecisionPolicy()
@@ -208,20 +193,19 @@ def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
     assert {*policies(model)} == {given}
 
 
-def test_outputs_are_those_of_the_level(mesh):
+def test_outputs_are_those_of_the_level(mesh, session):
     """Also where the policy has other ones."""
     given = policy(torch.bfloat16, output_dtype=torch.bfloat16)
     expected = Run(shard_mlp(mesh), "O5").steps().end()
     assert same(Run(shard(mlp(), mesh, mp_policy=given), "O5").steps().end(), expected)
     model = shard_mlp(mesh)
-    session = AmpSession()
     session.initialize(model, None, opt_level="O5", cast_model_outputs=torch.float16, verbosity=0)
     assert model(torch.ones(2, 5)).dtype == torch.float16
     session.reset()
     assert model(torch.ones(2, 5)).dtype == torch.float32
 
 
-def test_layers_of_one_unit_and_a_compiled_model(mesh):
+def test_layers_of_one_unit_and_a_compiled_model(mesh, session):
     """fully_shard of a list is one unit. torch.compile names the model another way."""
     expected = Run(shard_mlp(mesh), "O5").steps().end()
     model = mlp()
@@ -229,14 +213,12 @@ def test_layers_of_one_unit_and_a_compiled_model(mesh):
     fsdp.fully_shard(model, mesh=mesh)
     assert same(Run(model, "O5").steps().end(), expected)
     compiled = torch.compile(shard_mlp(mesh), backend="eager")
-    session = AmpSession()
     session.initialize(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     assert {*policies(compiled)} == {policy(torch.bfloat16)}
-    session.reset()
 
 
-def test_several_models_sharded_and_not(mesh):
-    session, sharded, plain = AmpSession(), shard_mlp(mesh), mlp()
+def test_several_models_sharded_and_not(mesh, session):
+    sharded, plain = shard_mlp(mesh), mlp()
     optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
     session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
     assert plain[0].weight.dtype == torch.bfloat16

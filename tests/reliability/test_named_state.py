@@ -283,7 +283,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path, fault):
     assert_same(run.get(), before)
 
 
-def test_a_later_format_is_refused():
+def test_a_later_format_and_an_unknown_entry_of_amp_are_refused_by_their_names():
     run = Run().steps(0, 1)
     state = run.get()
     facts = state["optimizers"]["0.weight"][0]
@@ -292,10 +292,6 @@ def test_a_later_format_is_refused():
     facts.update(format=2, shards=())
     with pytest.raises(AmpValueError, match=r'\["0\.weight"\]\[0\]\["format"\] is 2\. .* does not know "shards"'):
         run.set(state)
-
-
-def test_an_unknown_entry_of_amp_is_refused_by_its_name():
-    run = Run().steps(0, 1)
     state = run.get()
     state["amp"]["shadow"] = 1
     with pytest.raises(AmpKeyError, match=r'state_dict\["amp"\] has "shadow", which this version of ampctx does not'):

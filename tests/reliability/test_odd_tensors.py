@@ -5,16 +5,14 @@ names list and index. So are steps of sparse, complex and double parameters, or 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from fuzz_ops import fuzz
 from kit import INF, NAN, OPTIMIZERS, backward, larc, same, start
 from odd_models import OddModel, gradients, loss_of
-from odd_tensors import ODD, make_odd
+from odd_tensors import make_odd
 from torch import nn
 
 from ampctx import clip_grad_norm_, ops, optimizer_ops
@@ -22,7 +20,6 @@ from ampctx._errors import AmpError
 from ampctx.amp import GradScaler, master_params
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
-HERE = Path(__file__).resolve().parent
 HUGE = (1 << 31) + 1
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
@@ -111,7 +108,6 @@ def test_what_only_looks_odd_is_read_right(name):
     with torch.no_grad():
         ops.multi_tensor_scale([src], [dst], torch.zeros(()), 2.0)
         assert torch.equal(dst, torch.Tensor(src.clone().as_subclass(torch.Tensor)) * 2)
-    assert name in ODD
 
 
 def test_step_counts_that_no_integer_holds():
@@ -163,12 +159,15 @@ def assert_agree(parameters, expected) -> None:
         )
 
 
-@pytest.mark.full(but=60)
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [(name, which) for name in PAIRS for which in ("odd", "all-empty", "complex")
-     if which != "complex" or name.endswith(("plain", "foreach"))],
-)  # fmt: skip
+def odd_models(*kinds):
+    """Each optimizer with each kind of model; those of torch that are not fused with complex parameters, too."""
+    cases = [(name, which) for name in PAIRS for which in kinds]
+    cases += [(name, "complex") for name in PAIRS if name.endswith(("plain", "foreach"))]
+    return pytest.mark.parametrize(("name", "which"), cases)
+
+
+@pytest.mark.full(but=40)
+@odd_models("odd", "all-empty")
 @few_levels
 def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
     model, expected, make, reference = pair(name, all_empty=which == "all-empty", with_complex=which == "complex")
@@ -186,11 +185,8 @@ def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
     assert_agree(master_params(optimizer), expected)
 
 
-@every_optimizer
-@pytest.mark.parametrize("which", ["finite", "overflow", "complex"])
+@odd_models("finite", "overflow")
 def test_grad_scaler_on_an_odd_model(name, which):
-    if which == "complex" and not name.endswith(("plain", "foreach")):
-        which = "finite"
     model, expected, make, reference = pair(name, with_complex=which == "complex")
     optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=64.0)
     for i in range(3):
@@ -223,7 +219,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.full(but=120)
+@pytest.mark.full(but=60)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @every_optimizer
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -422,10 +418,6 @@ def test_a_device_that_is_not_the_current_one():
 
 def test_seconds_of_wrong_calls(pytestconfig):
     """fuzz_ops.py tells what is promised; `make test-hard` runs it for minutes."""
-    seconds = "6" if pytestconfig.getoption("full") else "1.5"
-    command = [sys.executable, str(HERE / "fuzz_ops.py"), "--seconds", seconds, "--seed", "0"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    calls, accepted = map(int, re.findall(r"(\d+) (?:calls in|accepted)", result.stdout))
-    assert calls > accepted > 0
-    assert "0 crashes, 0 calls that went wrong" in result.stdout
+    found = fuzz(seed=0, seconds=6.0 if pytestconfig.getoption("full") else 1.5)
+    assert found["crashes"] == found["wrong"] == []
+    assert found["calls"] > found["accepted"] > 0

@@ -17,7 +17,7 @@ from resumed_runs import KINDS, ORDERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from ampctx import AmpError, AmpSession
+from ampctx import AmpError
 from ampctx.optimizers import FusedSGD
 
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
@@ -41,11 +41,10 @@ def trained(session, level):
 
 
 @pytest.fixture
-def fresh(level):
+def fresh(sessions, level):
     """Another run, with other weights."""
-    other = AmpSession()
-    yield other, *started(other, level, seed=1)
-    other.reset()
+    other = sessions()
+    return other, *started(other, level, seed=1)
 
 
 def masters_of(session, optimizer):
@@ -56,9 +55,9 @@ def masters_of(session, optimizer):
 @pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize("name", ["FusedAdam", "Adam-fused", "SGD-plain"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session, level, name, after):
+def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session, sessions, level, name, after):
     model, optimizer = started(session, level, KINDS[name])
-    other = AmpSession()
+    other = sessions()
     twin, twin_optimizer = started(other, level, KINDS[name], seed=1)
     train(session, model, optimizer, 3)
 
@@ -78,7 +77,6 @@ def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session,
         train(*run, 3, first=20)
     for mine, theirs in ((twin, model), (twin_optimizer, optimizer), (other, session)):
         assert_same(mine.state_dict(), theirs.state_dict())
-    other.reset()
 
 
 # --- what a model's state dict shows ----------------------------------------------------------------------------------
@@ -188,11 +186,11 @@ def test_a_model_that_was_moved_for_its_last_checkpoint_shows_the_masters(sessio
 
 
 @with_masters
-def test_several_sessions_over_one_model_show_the_masters_of_each(session, level):
+def test_several_sessions_over_one_model_show_the_masters_of_each(session, sessions, level):
     model = tower()
     first, second = FusedSGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
     session.initialize(model, first, opt_level=level, verbosity=0)
-    other = AmpSession()
+    other = sessions()
     other.allow_incoming_model_not_fp32 = True
     other.initialize(model, second, opt_level=level, verbosity=0)
     for step in range(3):
@@ -205,7 +203,6 @@ def test_several_sessions_over_one_model_show_the_masters_of_each(session, level
     train(session, model, first)
     model.load_state_dict(state)
     assert_same([*masters_of(session, first), *masters_of(other, second)], masters)
-    other.reset()
 
 
 # --- what loading does ------------------------------------------------------------------------------------------------
@@ -354,8 +351,6 @@ WAYS = {
     "torch.save": lambda state, _: through_a_file(state),
     "safetensors": by_safetensors,
     "dcp": by_dcp,
-    "deepcopy": lambda state, _: copy.deepcopy(state),
-    "dict": lambda state, _: {name: value.clone() for name, value in state.items()},
 }
 
 
@@ -372,15 +367,9 @@ def test_every_way_to_keep_a_state_dict_keeps_the_masters(session, level, way, t
     plain = tower(seed=2)
     plain.load_state_dict(state)
     assert_same([p.detach() for p in plain.parameters()], masters)
-
-
-@with_masters
-def test_the_calls_of_dcp_for_models(session, level):
-    model, optimizer = started(session, level)
+    # The calls of DCP for models.
     train(session, model, optimizer, 3)
-    state, masters = get_model_state_dict(model), masters_of(session, optimizer)
-    assert_same(list(state.values()), masters)
-    train(session, model, optimizer, 3)
+    assert_same(list(get_model_state_dict(model).values()), masters_of(session, optimizer))
     set_model_state_dict(model, state)
     assert_same(masters_of(session, optimizer), masters)
 

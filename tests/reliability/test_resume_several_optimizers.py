@@ -139,7 +139,7 @@ def test_loading_ends_what_an_interrupted_block_has_left_incomplete():
     state = through_a_file(run[0].state_dict(masters=True))
     places = lines_of(lambda: block_of(run, 0))
     run[0].reset()
-    for place in places[::3]:
+    for place in places[::10]:
         run = made()
         with pytest.raises(Fault), fault_at_line(place):
             block_of(run, 0)

@@ -67,7 +67,7 @@ def test_every_kind_that_torch_has_is_here():
 PLAN = [INF, None, None, NAN, INF, None, None, None, INF, None]
 
 
-@pytest.mark.full(but=160)
+@pytest.mark.full(but=80)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)

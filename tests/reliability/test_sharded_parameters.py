@@ -428,6 +428,7 @@ def test_fsdp1_with_a_process_group(kind):
 # --- clipping, and collectives ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("which", [slice(0, 2), slice(0, 3), slice(0, 4)], ids=["split", "replicas", "plain"])
 @on_ranks(2)
@@ -659,32 +660,21 @@ def test_meshes_of_two_dimensions_on_four_of_five_ranks():
 # --- what cannot work says what does ----------------------------------------------------------------------------------
 
 
-def refused(model, optimizer, level, message, session=None):
-    """And nothing has changed."""
-    dtypes = [p.dtype for p in model.parameters()]
-    with pytest.raises(AmpError, match=message):
-        (session or AmpSession()).initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert [p.dtype for p in model.parameters()] == dtypes
-    assert "step" not in vars(optimizer)
-
-
 @on_ranks(2)
-def test_levels_that_do_not_fit_are_refused():
-    for level, make, message in (
-        ("O3", fully_sharded, "O3 with master_weights=False does not work under fully_shard"),
-        ("O2", tensor_parallel, "With tensor parallelism alone use O1 or O4"),
-        ("O5", tensor_parallel, "With tensor parallelism alone use O1 or O4"),
+def test_masters_that_cannot_be_are_refused_and_nothing_changes():
+    """Other refusals of sharded models are in test_fsdp_levels.py."""
+    low, plain = fully_sharded(torch.float16), mlp()
+    zero = ZeroRedundancyOptimizer(plain.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    for level, model, optimizer, message in (
+        ("O2", low, torch.optim.SGD(low.parameters(), lr=0.1), '"0.weight" is a DTensor of torch.float16'),
+        *((level, plain, zero, "ZeroRedundancyOptimizer would step it.*Use O1 or O4") for level in ("O2", "O5")),
     ):
-        model = make()
-        refused(model, torch.optim.SGD(model.parameters(), lr=0.1), level, message)
-    session, model = AmpSession(), fully_sharded(torch.float16)
-    session.allow_incoming_model_not_fp32 = True
-    message = '"0.weight" is a DTensor of torch.float16'
-    refused(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", message, session)
-    for level in ("O2", "O5"):
-        model = mlp()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
-        refused(model, optimizer, level, "ZeroRedundancyOptimizer would step it.*Use O1 or O4")
+        session, dtypes = AmpSession(), [p.dtype for p in model.parameters()]
+        session.allow_incoming_model_not_fp32 = True
+        with pytest.raises(AmpError, match=message):
+            session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert [p.dtype for p in model.parameters()] == dtypes
+        assert "step" not in vars(optimizer)
 
 
 @on_ranks(2)

@@ -773,7 +773,7 @@ if EXAMPLES is None:
     seed(0)(Training)  # the same runs everywhere: derandomize goes by the path, too
 TestTraining = Training.TestCase
 TestTraining.settings = settings(
-    max_examples=int(EXAMPLES or 200),
+    max_examples=int(EXAMPLES or 100),
     stateful_step_count=30,
     phases=[Phase.generate],
     deadline=None,

@@ -57,16 +57,15 @@ def test_casts_belong_to_the_thread_that_initialized(session, level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_other_levels_train_in_any_thread(session, level):
+def test_other_levels_train_in_any_thread(session, sessions, level):
     model, optimizer = setup(session, level, loss_scale=128.0)
-    twin = AmpSession()
+    twin = sessions()
     reference = setup(twin, level, loss_scale=128.0)
     for _ in range(3):
         iterate(twin, *reference, X)
         in_thread(lambda: iterate(session, model, optimizer, X))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference[0].parameters(), strict=True))
     in_thread(session.reset)
-    twin.reset()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -9,14 +9,8 @@ by_level = pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
 by_optimizer = pytest.mark.parametrize("name", ["SGD-plain", "FusedAdam"])
 
 
-def weights_and_masters(session, model, optimizer):
-    """(16-bit weight, master) of the linear layers."""
-    pairs = zip(model.parameters(), params_of(optimizer), strict=True)
-    return [(p, master) for p, master in pairs if p.dtype != torch.float32]
-
-
-def assert_rounded(session, model, optimizer):
-    for p, master in weights_and_masters(session, model, optimizer):
+def assert_rounded(model, optimizer):
+    for p, master in zip(model.parameters(), params_of(optimizer), strict=True):
         assert torch.equal(p, master.to(p.dtype))
 
 
@@ -26,32 +20,28 @@ def scale_masters(optimizer, factor):
         p.mul_(factor)
 
 
+THEN = {
+    "forward": lambda s, m, o: m(torch.randn(4, 4)),
+    "state_dict": lambda s, m, o: m.state_dict(),
+    "block": lambda s, m, o: backward(s, loss_of(m), o),
+    "step": lambda s, m, o: (backward(s, loss_of(m), o), o.step()),
+    "master_params": lambda s, m, o: list(s.master_params(o)),
+}
+
+
 @by_level
 @by_optimizer
-@pytest.mark.parametrize("then", ["forward", "state_dict", "block", "step", "master_params"])
+@pytest.mark.parametrize("then", THEN)
 def test_weights_follow_masters_that_were_written(session, level, name, then):
     """As ``optimizer.eval()`` of schedule-free optimizers does, or a swap of averaged weights."""
     model, optimizer = start(session, level, name, loss_scale=64.0)
     train(session, model, optimizer, 2)
     scale_masters(optimizer, 0.5)
     masters = [master.detach().clone() for master in params_of(optimizer)]
-    if then == "forward":
-        with torch.no_grad():
-            model(torch.randn(4, 4))
-    elif then == "state_dict":
-        model.state_dict()
-    elif then == "block":
-        optimizer.zero_grad()
-        backward(session, loss_of(model), optimizer)
-    elif then == "step":
-        optimizer.zero_grad()
-        backward(session, loss_of(model), optimizer)
-        optimizer.step()
-    else:
-        list(session.master_params(optimizer))
+    THEN[then](session, model, optimizer)
     if then != "step":
         assert all(map(torch.equal, params_of(optimizer), masters))
-    assert_rounded(session, model, optimizer)
+    assert_rounded(model, optimizer)
 
 
 @by_level
@@ -68,4 +58,4 @@ def test_a_swap_and_a_swap_back_lose_nothing(session, level, name):
             master.copy_(value)
     model(torch.ones(4, 4))
     assert all(map(torch.equal, params_of(optimizer), before))
-    assert_rounded(session, model, optimizer)
+    assert_rounded(model, optimizer)
