@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from shared import Parser, plot, writable
 from torch import Tensor, nn
 
-import ampctx
-from ampctx import amp
+from ampctx import amp, clip_grad_norm_
 from ampctx.optimizers import FusedAdam, FusedMuon
 
 MAX_NORM = 1.0
@@ -134,7 +133,7 @@ def train(args, text: Text) -> tuple[nn.Module, list[tuple[int, float, float]], 
             with amp.scale_loss(loss / args.accumulate, optimizer, delay_unscale=more) as scaled_loss:
                 scaled_loss.backward()
             since_last.append(loss.detach())
-        ampctx.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
+        clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -155,8 +154,7 @@ def main() -> None:
     parser.add_argument("--plot", type=writable, metavar="PATH", help="draw the loss into this PNG")
     args = parser.parse_args()
     if args.offload and (args.optimizer, args.opt_level) != ("adamw", "O5"):
-        given = f"{args.optimizer} at {args.opt_level}"
-        parser.error(f"--offload: {given} was given, and this program shows it with adamw at O5")
+        parser.error(f"--offload: {args.optimizer} at {args.opt_level} was given, and it is shown with adamw at O5")
     text = Text(args.device)
     model, history, skipped = train(args, text)
     print("sample:", sample(model, text, args.context, prompt="The ", length=200), sep="\n")

@@ -178,12 +178,11 @@ def main() -> None:
     orders = torch.cat([torch.randperm(len(images), generator=chosen) for _ in range(args.epochs)]).to(DEVICE)
     data = [(images[i], labels[i]) for i in orders.split(32)]
     low_dtype = torch.bfloat16 if args.opt_level in ("O4", "O5") else torch.float16
-    results = []
 
     autocast_dtype = None if args.opt_level == "O0" else low_dtype
     model = train_with_autocast(MatMul.apply, autocast_dtype, data)
     print(f"torch.autocast to {autocast_dtype}: {types_seen()}")
-    results.append(accuracy(model, test_images, test_labels))
+    with_autocast = accuracy(model, test_images, test_labels)
     try:
         train_with_autocast(ForeignMatMul.apply, autocast_dtype, data[:1])
     except RuntimeError as error:
@@ -191,7 +190,7 @@ def main() -> None:
 
     model = train_with_amp(MatMul.apply, args.opt_level, data)
     print(f"amp at {args.opt_level}: {types_seen()}")
-    results.append(accuracy(model, test_images, test_labels))
+    with_amp = accuracy(model, test_images, test_labels)
     amp.reset()
 
     # Functions of other libraries. Call this before amp.initialize; amp.reset() restores them.
@@ -201,12 +200,12 @@ def main() -> None:
     amp.register_promote_function(torch, "lerp")
     # A lambda looks up ForeignMatMul.apply at each call, because amp.initialize replaces that attribute.
     model = train_with_amp(lambda a, b: ForeignMatMul.apply(a, b), args.opt_level, data)
-    results.append(accuracy(model, test_images, test_labels))
+    with_registered = accuracy(model, test_images, test_labels)
     print_table(low_dtype)
     amp.reset()
     print(
-        f"test accuracy {results[0]:.2f}% with torch.autocast, {results[1]:.2f}% with amp, "
-        f"{results[2]:.2f}% with amp and registered functions"
+        f"test accuracy {with_autocast:.2f}% with torch.autocast, {with_amp:.2f}% with amp, "
+        f"{with_registered:.2f}% with amp and registered functions"
     )
 
 

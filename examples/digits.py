@@ -2,7 +2,6 @@
 
     python examples/digits.py                                   # O1: fp32 weights, fp16 where it suits; seconds
     python examples/digits.py --opt-level O2                    # fp16 model, fp32 batch norm and master weights
-    python examples/digits.py --epochs 25 --first-loss-scale 65536    # longer, from the loss scale of other programs
     python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
     python examples/digits.py --resume digits.pt --epochs 40    # ... and resumes
 
@@ -155,15 +154,12 @@ def draw(history: dict[str, list], fp32: dict[str, list] | None, opt_level: str,
 def main() -> None:
     parser = Parser(__doc__, opt_level="O1", epochs=3)
     parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
-    parser.add_argument("--first-loss-scale", type=positive, help="of a dynamic loss scale; default 2^24")
+    parser.add_argument("--first-loss-scale", type=positive, default=2**24, help="at O1 and O2; default 2^24")
     parser.add_argument("--alone", action="store_true", help="do not train in fp32, too, as --resume does not")
     parser.add_argument("--checkpoint", type=writable, metavar="PATH", help="file to write after every epoch")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to resume from")
     parser.add_argument("--plot", type=writable, default="digits.png", metavar="PATH", help="default digits.png")
     args = parser.parse_args()
-    if args.first_loss_scale and args.opt_level not in ("O1", "O2"):
-        parser.error(f"--first-loss-scale needs a dynamic loss scale: --opt-level O1 or O2, not {args.opt_level}")
-    args.first_loss_scale = args.first_loss_scale or 2**24
     history = train(args, args.opt_level, read_checkpoint(args.resume, args) if args.resume else None)
     args.checkpoint = None
     fp32 = None if args.alone or args.resume or args.opt_level == "O0" else train(args, "O0")

@@ -7,8 +7,6 @@
 All take the same batches: each data-parallel rank its share. They end with the same accuracy, within rounding.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -103,10 +101,8 @@ def train(args, device: torch.device, images: Tensor, labels: Tensor) -> tuple[n
 
 def main() -> None:
     parser = Parser(__doc__, opt_level="O1", levels=LEVELS_OF_ADAM, epochs=4)
-    parser.add_argument("--engine", default="none", choices=MESHES, help="default none: one process")
+    parser.add_argument("--engine", default="none", choices=MESHES, help="with torchrun; default none, for one process")
     args = parser.parse_args()
-    if args.engine != "none" and "RANK" not in os.environ:
-        parser.error(f"--engine {args.engine}: start it with torchrun --nproc-per-node N")
     device = join_processes(args.device)
     images, labels, test_images, test_labels = load_digits(device)
     model, about = train(args, device, images, labels)

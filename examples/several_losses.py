@@ -28,11 +28,8 @@ class Two(nn.Module):
         return [model(x) for model in self.models]
 
 
-def outputs_of(models: list[nn.Module], x: Tensor) -> list[Tensor]:
-    return models[0](x) if len(models) == 1 else [model(x) for model in models]
-
-
-def losses_of(outputs: list[Tensor], target: Tensor) -> list[Tensor]:
+def losses_of(models: list[nn.Module], x: Tensor, target: Tensor) -> list[Tensor]:
+    outputs = models[0](x) if len(models) == 1 else [model(x) for model in models]
     return [
         F.mse_loss(2 * outputs[0] + 3 * outputs[1], target),
         100 * F.mse_loss(3 * outputs[0] - 5 * outputs[1], target),
@@ -57,7 +54,7 @@ def train_apex(models, optimizers, data, args):
     for x, target in data:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        losses = losses_of(outputs_of(models, x), target)
+        losses = losses_of(models, x, target)
         # Name all optimizers whose parameters the backward reaches. retain_graph is not about amp: the second backward
         # uses the same graph.
         if args.scales == "shared":
@@ -84,7 +81,7 @@ def train_torch(models, optimizers, data, args):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with torch.autocast(args.device, dtype=torch.float16):
-            losses = losses_of(outputs_of(models, x), target)
+            losses = losses_of(models, x, target)
         scaler.scale(losses[0]).backward(retain_graph=True)
         scaler.scale(losses[1]).backward()
         # Unscale only to read or change gradients. step() unscales the others.
@@ -115,11 +112,11 @@ def main() -> None:
 
     x, target = next(batches())
     with torch.no_grad():
-        before = losses_of(outputs_of(models, x), target)
+        before = losses_of(models, x, target)
     train = train_apex if args.api == "apex" else train_torch
     scales = train(models, optimizers, batches(), args)
     with torch.no_grad():
-        after = losses_of(outputs_of(models, x), target)
+        after = losses_of(models, x, target)
     print(
         f"loss 0: {before[0]:.4f} -> {after[0]:.4f} | loss 1: {before[1]:.4f} -> {after[1]:.4f} | "
         f"loss scales {' and '.join(f'{scale:g}' for scale in scales)}"

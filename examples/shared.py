@@ -25,7 +25,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 
 
 class Parser(argparse.ArgumentParser):
-    """Has the options --device, where asked for --opt-level and --api, and those of ``counts``, numbers above 0."""
+    """Has --device, --opt-level and --api where a program has them, and for each of ``counts`` a number above 0."""
 
     def __init__(self, doc, opt_level=None, levels=OPT_LEVELS, apis=False, device=True, **counts: int) -> None:
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,14 +33,12 @@ class Parser(argparse.ArgumentParser):
         if apis:
             self.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
         if opt_level:
-            of_apex = "with --api apex; " if apis else ""
-            self.add_argument("--opt-level", choices=levels, help=f"{of_apex}default {opt_level}")
+            self.add_argument("--opt-level", choices=levels, help=f"for apex's interface; default {opt_level}")
         if device:
             found = "cuda" if torch.cuda.is_available() else "cpu"
             self.add_argument("--device", default=found, choices=["cpu", "cuda"], help=f"default {found}, found here")
         for name, default in counts.items():
-            flag = f"--{name.replace('_', '-')}"
-            self.add_argument(flag, type=positive, default=default, help=f"default {default}")
+            self.add_argument("--" + name.replace("_", "-"), type=positive, default=default, help=f"default {default}")
 
     def parse_args(self, *given) -> argparse.Namespace:
         """Also seeds torch, and limits it to one thread."""
@@ -72,12 +70,12 @@ def writable(text: str) -> Path:
 
 def join_processes(device: str) -> torch.device:
     """Joins the processes of torchrun, if there are any. Returns the device of this process."""
-    here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")) if device == "cuda" else None)
+    here = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else "cpu")
     if device == "cuda":
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
-        backend = "nccl" if device == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, device_id=here if device == "cuda" else None)
+        on_gpu = {"backend": "nccl", "device_id": here}
+        torch.distributed.init_process_group(**on_gpu if device == "cuda" else {"backend": "gloo"})
     return here
 
 

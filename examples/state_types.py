@@ -48,7 +48,7 @@ def train(args, text: Text, kind: str) -> tuple[GPT, FusedAdam, list[tuple[int, 
     return model, optimizer, curve
 
 
-def make_parser() -> Parser:
+def main() -> None:
     sizes = {"batch_size": 16, "context": 32, "heads": 2, "layers": 2}
     parser = Parser(__doc__, opt_level="O0", levels=LEVELS_OF_ADAM, steps=1000, eval_every=100, **sizes)
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate; default 0.003")
@@ -56,11 +56,7 @@ def make_parser() -> Parser:
     parser.add_argument("--min-8bit-size", type=int, default=4096, help="smaller parameters keep fp32; default 4096")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=writable, metavar="PATH", help="draw loss and memory into this PNG")
-    return parser
-
-
-def main() -> None:
-    args = make_parser().parse_args()
+    args = parser.parse_args()
     text, curves, memory = Text(args.device), {}, {}
     for kind in STATE_DTYPES:
         model, optimizer, curves[kind] = train(args, text, kind)
@@ -71,8 +67,7 @@ def main() -> None:
                 left.plot(*zip(*curve, strict=True), "o-", markersize=3, label=f"{kind} state")
             left.set(xlabel="step", ylabel="held-out bits per character")
             left.legend()
-            bars = right.bar([*memory], [*memory.values()], color=["C0", "C1", "C2"])
-            right.bar_label(bars, fmt="%.2f")
+            right.bar_label(right.bar([*memory], [*memory.values()], color=["C0", "C1", "C2"]), fmt="%.2f")
             right.set(ylabel="bytes of state per parameter")
     for kind, curve in curves.items():
         print(f"{kind} state: held-out bits per char {curve[-1][1]:.3f} | {memory[kind]:.2f} bytes per parameter")
