@@ -2,8 +2,7 @@
 
     python examples/digits.py                                   # O1: fp32 weights, fp16 where it suits; seconds
     python examples/digits.py --opt-level O2                    # fp16 model, fp32 batch norm and master weights
-    python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
-    python examples/digits.py --resume digits.pt --epochs 40    # ... and resumes
+    python examples/digits.py --checkpoint digits.pt            # saves after every epoch; --resume digits.pt goes on
 
 A dynamic loss scale starts far too high, so that the first steps are skipped. Then the net trains in fp32, too. The
 program prints the test accuracies and draws loss, loss scale and skipped steps over time (digits.png).

@@ -111,6 +111,7 @@ def main() -> None:
         print(f"{args.engine} on {WORLD_SIZE}: test accuracy {result:.2f}% | {about}", flush=True)
     amp.reset()
     if dist.is_initialized():
+        del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
         dist.destroy_process_group()
 
 

@@ -180,6 +180,7 @@ def main() -> None:
             print(f"{api}: test accuracy {result:.2f}% | {how} | {scaling}")
         amp.reset()
     if dist.is_initialized():
+        del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
         dist.destroy_process_group()
 
 

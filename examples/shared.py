@@ -94,9 +94,8 @@ def batches(images: Tensor, labels: Tensor, size: int, seed: int | None = None, 
     """The full batches of an epoch, shuffled by ``seed``. With several processes, the share of ``rank``."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator).to(images.device)
-    mine = order[rank::ranks]
     # Only batches for which every rank has images: all ranks must take part in each step.
-    for batch in mine[: len(order) // (size * ranks) * size].split(size):
+    for batch in order[rank::ranks][: len(order) // (size * ranks) * size].split(size):
         yield images[batch], labels[batch]
 
 
@@ -134,6 +133,7 @@ def plot(path: Path | str, rows: int = 1, columns: int = 1, size: tuple[float, f
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, **options)
     for axis in figure.axes:
+        axis.set_axisbelow(True)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     yield axes
