@@ -7,6 +7,8 @@
 All take the same batches: each data-parallel rank its share. They end with the same accuracy, within rounding.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,10 +44,6 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def make_model() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Block(64), Block(64), nn.Linear(64, 10))
-
-
 # Engines: torch's own calls.
 def make_mesh(engine: str, device: torch.device) -> DeviceMesh | None:
     names = MESHES[engine]
@@ -79,7 +77,7 @@ def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
 def train(args, device: torch.device, images: Tensor, labels: Tensor) -> tuple[nn.Module, str]:
     """Returns the model as it is called, and a line about the loss scale."""
     torch.manual_seed(0)
-    model = make_model().to(device)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Block(64), Block(64), nn.Linear(64, 10)).to(device)
     mesh = make_mesh(args.engine, device)
     shard(model, mesh)
 
@@ -112,6 +110,7 @@ def main() -> None:
     amp.reset()
     if dist.is_initialized():
         del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
+        gc.collect()
         dist.destroy_process_group()
 
 

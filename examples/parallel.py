@@ -9,6 +9,7 @@ calling thread, so this program then uses the class ``Threads`` below.
 """
 
 import contextlib
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,6 +182,7 @@ def main() -> None:
         amp.reset()
     if dist.is_initialized():
         del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -1,9 +1,8 @@
 """Trains two models with two losses over one graph, one or two optimizers, with both interfaces of ampctx.
 
-    python examples/several_losses.py                               # apex's interface, at O2; a loss scale per loss
+    python examples/several_losses.py                               # apex's interface, at O2; --api torch for torch's
     python examples/several_losses.py --models 1 --optimizers 2     # amp.initialize takes all four combinations
     python examples/several_losses.py --scales shared               # one loss scale, delay_unscale on the first loss
-    python examples/several_losses.py --api torch                   # torch.autocast and GradScaler
 
 Both losses are 0 if the first model gives 8/19 and the second 1/19 of the target. The second loss has a factor of 100,
 so its gradients overflow at loss scales that are fine for the first.
