@@ -1,33 +1,28 @@
 """Accumulates the gradients of several micro-batches for one step, and compares with one large batch.
 
     python examples/accumulation.py                     # apex's interface, at O2: delay_unscale on all but the last
-    python examples/accumulation.py --opt-level O5
     python examples/accumulation.py --api torch         # torch.autocast and GradScaler: step and update once
-    python examples/accumulation.py --micro-batches 16
 
 Both runs see the same samples in the same order, so their weights differ only by rounding. The model has a LayerNorm: a
 BatchNorm would use the statistics of each micro-batch, and accumulation cannot correct that.
 """
 
-from __future__ import annotations
-
-import argparse
 import copy
 
 import torch
 import torch.nn.functional as F
+from shared import Parser
 from torch import Tensor, nn
 
-import ampctx
-from ampctx import amp
+from ampctx import GradScaler, amp
 
 BATCH = 64
 MAX_NORM = 1.0
 
 
-def train_apex(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, opt_level: str) -> int:
+def train_apex(model, x, y, micro_batches, args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     size = BATCH // micro_batches
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
         loss = F.cross_entropy(model(inputs), targets) / micro_batches
@@ -47,12 +42,12 @@ def train_apex(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, opt_l
     return updates
 
 
-def train_torch(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, device: str) -> int:
+def train_torch(model, x, y, micro_batches, args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = ampctx.GradScaler(device)
+    scaler = GradScaler(args.device)
     size = BATCH // micro_batches
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
-        with torch.autocast(device, dtype=torch.float16):
+        with torch.autocast(args.device, dtype=torch.float16):
             loss = F.cross_entropy(model(inputs), targets) / micro_batches
         # Gradients stay scaled and add up, so the scale must not change before the last micro-batch.
         scaler.scale(loss).backward()
@@ -73,46 +68,19 @@ def rings(count: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1), label
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return int(text)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
-    parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
-    parser.add_argument(
-        "--micro-batches", type=int, choices=[1, 2, 4, 8, 16, 32, 64], default=4, help=f"per {BATCH} samples; default 4"
-    )
-    parser.add_argument("--steps", type=positive, default=60, help="default 60")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    args = parser.parse_args()
-    if args.api == "torch" and args.opt_level:
-        parser.error("--opt-level belongs to --api apex: torch's interface has no opt levels, autocast is like O1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    return args
-
-
 def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(1)  # more threads slow down ops this small
-    torch.manual_seed(0)
+    parser = Parser(__doc__, opt_level="O2", apis=True, steps=60)
+    parser.add_argument("--micro-batches", type=int, choices=[1, 2, 4, 8, 16, 32, 64], default=4, help="default 4")
+    args = parser.parse_args()
     start = nn.Sequential(nn.Linear(2, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
     start = start.to(args.device)
     x, y = rings(args.steps * BATCH, args.device)
 
+    train = train_apex if args.api == "apex" else train_torch
     trained, updates = [], []
     for micro_batches in (1, args.micro_batches):
-        model = copy.deepcopy(start)
-        if args.api == "apex":
-            updates.append(train_apex(model, x, y, micro_batches, args.opt_level or "O2"))
-        else:
-            updates.append(train_torch(model, x, y, micro_batches, args.device))
-        trained.append(model)
-
+        trained.append(copy.deepcopy(start))
+        updates.append(train(trained[-1], x, y, micro_batches, args))
     weights = [nn.utils.parameters_to_vector(model.parameters()) for model in (start, *trained)]
     apart = ((weights[2] - weights[1]).norm() / (weights[1] - weights[0]).norm()).item()
     losses = [F.cross_entropy(model(x), y).item() for model in (start, *trained)]

@@ -1,10 +1,9 @@
 """A training program for apex, unchanged: it has no ``import ampctx``.
 
     ampctx-apex run examples/apex_digits.py
-    ampctx-apex run examples/apex_digits.py --opt-level O1 --loss-scale 1024
     torchrun --nproc-per-node 2 -m ampctx_apex run examples/apex_digits.py --sync-bn
 
-Without ampctx-apex the import fails: apex removed apex.amp in May 2025. Model and data are those of digits.py.
+Without ampctx-apex the import fails: apex removed apex.amp in May 2025. Model and data are those of shared.py.
 """
 
 import argparse
@@ -16,15 +15,13 @@ from apex import amp
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel as DDP
 from apex.parallel import convert_syncbn_model
-from digits import accuracy, load_digits, make_model
+from shared import accuracy, batches, load_digits, make_model
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description="Digits with apex")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="per process")
-    parser.add_argument("--lr", type=float, default=0.005)
-    parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--sync-bn", action="store_true", help="use apex's synchronized batch norm")
     parser.add_argument("--opt-level", type=str, default="O2")
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
@@ -51,16 +48,11 @@ def main():
     if args.sync_bn:
         model = convert_syncbn_model(model)
     model = model.to(device)
-    optimizer = FusedAdam(model.parameters(), lr=args.lr, weight_decay=5e-4)
+    optimizer = FusedAdam(model.parameters(), lr=0.005, weight_decay=5e-4)
 
     # If --keep-batchnorm-fp32 or --loss-scale is None, the opt level decides.
-    model, optimizer = amp.initialize(
-        model,
-        optimizer,
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-    )
+    options = {"keep_batchnorm_fp32": args.keep_batchnorm_fp32, "loss_scale": args.loss_scale}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, **options)
     if args.distributed:
         model = DDP(model)
 
@@ -91,14 +83,12 @@ def main():
 
 
 def train(args, model, optimizer, images, labels, epoch):
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
-    mine = order[args.rank :: args.world_size]
-    for batch in mine[: len(mine) // args.batch_size * args.batch_size].split(args.batch_size):
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
+    for inputs, targets in batches(images, labels, args.batch_size, epoch, args.rank, args.world_size):
+        loss = F.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
 

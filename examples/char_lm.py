@@ -4,37 +4,28 @@
     python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
     python examples/char_lm.py --optimizer muon     # Muon for the matrices of the blocks, AdamW for the rest
     python examples/char_lm.py --offload            # masters and optimizer state in host memory
-    python examples/char_lm.py --plot char_lm.png   # and draw the loss
 
 The text is Python's language reference, ``pydoc_data.topics`` of the standard library. Its last tenth is held out.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
-import sys
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
+from shared import Parser, plot, writable
 from torch import Tensor, nn
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
-import ampctx
-from ampctx import amp
+from ampctx import amp, clip_grad_norm_
 from ampctx.optimizers import FusedAdam, FusedMuon
 
-# --- data -------------------------------------------------------------------------------------------------------------
+MAX_NORM = 1.0
 
 
 class Text:
     """The text as character codes: the training part, the held-out part, and the alphabet of both."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: str) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
         self.alphabet = "".join(sorted(set(text)))
         self.code = {char: code for code, char in enumerate(self.alphabet)}
@@ -46,9 +37,6 @@ class Text:
         starts = torch.randint(len(self.train) - length, (size, 1), generator=generator).to(self.train.device)
         positions = starts + torch.arange(length, device=self.train.device)
         return self.train[positions], self.train[positions + 1]
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -68,19 +56,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps (batch, time) character codes to (batch, time, alphabet) scores of the next character."""
 
-    def __init__(self, alphabet: int, context: int, width: int, layers: int, heads: int) -> None:
+    def __init__(self, alphabet: int, context: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.context = context
+        width = 32 * heads
         self.char, self.position = nn.Embedding(alphabet, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, alphabet, bias=False)
-        self.apply(self._init)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
         self.head.weight = self.char.weight  # tied: one parameter, one master
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
         positions = torch.arange(codes.shape[1], device=codes.device)
@@ -101,9 +86,9 @@ def bits_per_char(model: nn.Module, codes: Tensor, context: int, pieces: int = 2
 
 
 @torch.no_grad()
-def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int, seed: int) -> str:
+def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int) -> str:
     codes = torch.tensor([[text.code[char] for char in prompt]])
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(length):
         scores = model(codes[:, -context:].to(text.train.device))[0, -1].float().cpu()
         chosen = torch.multinomial(F.softmax(scores / 0.8, dim=-1), 1, generator=generator)
@@ -111,10 +96,7 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
     return "".join(text.alphabet[code] for code in codes[0].tolist())
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
+def make_optimizer(args, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
     if args.offload:
         return FusedAdam(model.parameters(), **options, offload="cpu")
@@ -128,21 +110,18 @@ def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimize
     return FusedMuon(groups, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
 
 
-def train(
-    args: argparse.Namespace, text: Text, device: torch.device
-) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
+def train(args, text: Text) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
     """Trains. Returns the model, (step, training, held-out bits per char) of each evaluation, and skipped steps."""
-    torch.manual_seed(args.seed)
-    model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
+    torch.manual_seed(0)
+    model = GPT(len(text.alphabet), args.context, args.layers, args.heads).to(args.device)
     optimizer = make_optimizer(args, model)
     split = "split" if args.offload else None
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, master_weights=split)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(0)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []
 
-    bar = tqdm(range(1, args.steps + 1), unit="step", disable=args.no_progress or None)
-    for step in bar:
+    for step in range(1, args.steps + 1):
         warmup = min(1.0, step / (0.1 * args.steps))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warmup * (1 - 0.95 * step / args.steps)
@@ -154,7 +133,7 @@ def train(
             with amp.scale_loss(loss / args.accumulate, optimizer, delay_unscale=more) as scaled_loss:
                 scaled_loss.backward()
             since_last.append(loss.detach())
-        ampctx.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+        clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -162,83 +141,35 @@ def train(
             train_bits = torch.stack(since_last).mean().item() / math.log(2)
             history.append((step, train_bits, bits_per_char(model, text.test, args.context)))
             since_last.clear()
-            bar.set_postfix(training=f"{train_bits:.3f}", held_out=f"{history[-1][2]:.3f}")
+            print(f"step {step}: bits per char {train_bits:.3f} in training, {history[-1][2]:.3f} held out", flush=True)
     return model, history, amp.skipped_steps(optimizer)
 
 
-def plot(history: list[tuple[int, float, float]], opt_level: str, path: Path) -> None:
-    steps, training, held_out = zip(*history, strict=True)
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axis = figure.subplots()
-    axis.plot(steps, training, "o-", label="training, mean since the last point")
-    axis.plot(steps, held_out, "o-", label="held out")
-    axis.set(xlabel="step", ylabel="bits per character", title=f"Character GPT at {opt_level}: {held_out[-1]:.3f} bits")
-    axis.legend()
-    axis.grid(alpha=0.3)
-    figure.savefig(path, format="png")
-
-
-# --- command line -----------------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O5")
+def main() -> None:
+    sizes = {"batch_size": 8, "accumulate": 2, "context": 64, "heads": 4, "layers": 2}
+    parser = Parser(__doc__, opt_level="O5", steps=800, eval_every=100, **sizes)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="default adamw")
     parser.add_argument("--offload", action="store_true", help="keep optimizer state in host memory; at O5")
-    parser.add_argument("--steps", type=positive, default=800, help="optimizer steps; default 800")
-    parser.add_argument("--batch-size", type=positive, default=8, help="samples per micro-batch; default 8")
-    parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches per step; default 2")
-    parser.add_argument("--context", type=positive, default=64, help="characters that the model sees; default 64")
-    parser.add_argument("--width", type=positive, default=128, help="a multiple of 32; default 128")
-    parser.add_argument("--layers", type=positive, default=2, help="default 2")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate; default 0.003")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="gradient norm to clip at; default 1")
-    parser.add_argument("--eval-every", type=positive, default=100, help="steps between evaluations; default 100")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the loss into this PNG")
-    parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
+    parser.add_argument("--plot", type=writable, metavar="PATH", help="draw the loss into this PNG")
     args = parser.parse_args()
-    if args.offload and args.optimizer != "adamw":
-        parser.error(f"--offload: --optimizer {args.optimizer} was given, and this program shows it with adamw")
-    if args.offload and args.opt_level != "O5":
-        parser.error(f"--offload: {args.opt_level} was given, and this program shows it at O5")
-    if args.width % 32:
-        parser.error(f"--width: {args.width} is not a multiple of 32, the width of one attention head")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    if args.plot and (args.plot.is_dir() or not args.plot.parent.is_dir()):
-        parser.error(f"--plot: {args.plot} cannot be written: it is a directory or lies in none")
-    return args
-
-
-def main() -> int:
-    args = parse_args()
-    # Ops this small gain little from a second thread, and lose much on busy cores.
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    text = Text(device)
-    with logging_redirect_tqdm():  # prints amp's log above the bar
-        model, history, skipped = train(args, text, device)
-    print("sample:", sample(model, text, args.context, prompt="The ", length=200, seed=args.seed), sep="\n")
+    if args.offload and (args.optimizer, args.opt_level) != ("adamw", "O5"):
+        parser.error(f"--offload: {args.optimizer} at {args.opt_level} was given, and it is shown with adamw at O5")
+    text = Text(args.device)
+    model, history, skipped = train(args, text)
+    print("sample:", sample(model, text, args.context, prompt="The ", length=200), sep="\n")
     if args.plot:
-        plot(history, args.opt_level, args.plot)
-        print(f"plot written to {args.plot}")
-    scale = amp.loss_scale()
+        steps, training, held_out = zip(*history, strict=True)
+        with plot(args.plot, size=(8, 4.5)) as axis:
+            axis.plot(steps, training, "o-", label="training, mean since the last point")
+            axis.plot(steps, held_out, "o-", label="held out")
+            axis.set(title=f"Character GPT at {args.opt_level}", xlabel="step", ylabel="bits per character")
+            axis.legend()
     print(
-        f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | loss scale {scale:g} | "
-        f"skipped steps {skipped} of {args.steps}"
+        f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | "
+        f"loss scale {amp.loss_scale():g} | skipped steps {skipped} of {args.steps}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

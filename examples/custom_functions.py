@@ -8,15 +8,11 @@ torch.autocast and under amp; and under amp with ``ForeignMatMul``, which was wr
 table shows the effect of registering functions that you cannot edit.
 """
 
-from __future__ import annotations
-
-import argparse
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from digits import accuracy, load_digits
+from shared import Parser, accuracy, load_digits
 from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 
@@ -25,8 +21,6 @@ from ampctx import GradScaler, amp, optimizers
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The dtypes of the latest computations of the custom functions.
 seen: dict[str, torch.dtype] = {}
-
-# --- custom autograd functions ----------------------------------------------------------------------------------------
 
 
 class MatMul(torch.autograd.Function):
@@ -84,9 +78,7 @@ class ForeignMatMul(torch.autograd.Function):
         return grad.mm(b.t()), a.t().mm(grad)
 
 
-# --- functions whose arguments amp casts, at O1 and O4 ----------------------------------------------------------------
-
-
+# At O1 and O4 amp casts the arguments of these functions.
 @amp.half_function
 def gate(x: Tensor) -> Tensor:
     return x * x.sigmoid()
@@ -102,31 +94,19 @@ def between(x: Tensor, y: Tensor) -> Tensor:
     return x.lerp(y, 0.5)
 
 
-def register_functions() -> None:
-    """Registers functions of other libraries. Call it before amp.initialize; amp.reset() restores them."""
-    amp.register_half_function(ForeignMatMul, "apply")
-    amp.register_half_function(F, "silu")
-    amp.register_float_function(torch, "square")
-    amp.register_promote_function(torch, "lerp")
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def outcome_of(call: Callable[[], Tensor]) -> str:
     try:
         result = call()
     except RuntimeError as error:
         return type(error).__name__
-    return f"{result.flatten()[0].item():g} {short(result.dtype)}"
+    return f"{result.flatten()[0].item():g} {str(result.dtype).removeprefix('torch.')}"
 
 
 def print_table(low_dtype: torch.dtype) -> None:
     """Prints the results of functions with casts, and without them under amp.disable_casts()."""
     x = torch.full((2,), 300.0, device=DEVICE)
     low = x.to(low_dtype)
-    rows: list[tuple[str, str, Callable[[], Tensor]]] = [
+    rows = [
         ("float", "torch.square of 16 bits", lambda: torch.square(low)),
         ("float", "variance of 16 bits", lambda: variance(torch.stack([low, -low]))),
         ("half", "F.silu of fp32", lambda: F.silu(x)),
@@ -139,9 +119,6 @@ def print_table(low_dtype: torch.dtype) -> None:
         with amp.disable_casts():
             without = outcome_of(call)
         print(f"{kind:8} {name:24} {without:20} {outcome_of(call)}")
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -160,18 +137,12 @@ def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
     return (LogSumExp.apply(scores) - scores.gather(1, labels[:, None])[:, 0]).mean()
 
 
-def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    chosen = torch.Generator().manual_seed(0)
-    orders = torch.cat([torch.randperm(len(images), generator=chosen) for _ in range(args.epochs)]).to(images.device)
-    return [(images[i], labels[i]) for i in orders.split(32)]
-
-
-def train_with_amp(args: argparse.Namespace, matmul: Callable, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+def train_with_amp(matmul, opt_level, data):
     """Trains under amp. Call amp.reset() after using the model."""
     torch.manual_seed(0)
     model = Net(matmul).to(DEVICE)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
     for images, labels in data:
         loss = loss_of(model(images), labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -181,7 +152,7 @@ def train_with_amp(args: argparse.Namespace, matmul: Callable, data: list[tuple[
     return model
 
 
-def train_with_autocast(matmul: Callable, dtype: torch.dtype | None, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+def train_with_autocast(matmul, dtype, data):
     torch.manual_seed(0)
     model = Net(matmul).to(DEVICE)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
@@ -197,61 +168,46 @@ def train_with_autocast(matmul: Callable, dtype: torch.dtype | None, data: list[
 
 
 def types_seen() -> str:
-    return ", ".join(f"{name} {short(dtype)}" for name, dtype in sorted(seen.items()))
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in sorted(seen.items()))
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
-    parser.add_argument("--epochs", type=positive, default=6, help="per training run; default 6")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse_args()
-    # Ops this small gain little from a second thread, and lose much on busy cores.
-    torch.set_num_threads(1)
-    images, labels, test_images, test_labels = load_digits(torch.device(DEVICE))
-    data = batches(args, images, labels)
+def main() -> None:
+    args = Parser(__doc__, opt_level="O1", device=False, epochs=6).parse_args()
+    images, labels, test_images, test_labels = load_digits(DEVICE)
+    chosen = torch.Generator().manual_seed(0)
+    orders = torch.cat([torch.randperm(len(images), generator=chosen) for _ in range(args.epochs)]).to(DEVICE)
+    data = [(images[i], labels[i]) for i in orders.split(32)]
     low_dtype = torch.bfloat16 if args.opt_level in ("O4", "O5") else torch.float16
-    results = []
 
     autocast_dtype = None if args.opt_level == "O0" else low_dtype
     model = train_with_autocast(MatMul.apply, autocast_dtype, data)
     print(f"torch.autocast to {autocast_dtype}: {types_seen()}")
-    results.append(accuracy(model, test_images, test_labels))
+    with_autocast = accuracy(model, test_images, test_labels)
     try:
         train_with_autocast(ForeignMatMul.apply, autocast_dtype, data[:1])
     except RuntimeError as error:
         print(f"ForeignMatMul there: {error}")
 
-    model = train_with_amp(args, MatMul.apply, data)
+    model = train_with_amp(MatMul.apply, args.opt_level, data)
     print(f"amp at {args.opt_level}: {types_seen()}")
-    results.append(accuracy(model, test_images, test_labels))
+    with_amp = accuracy(model, test_images, test_labels)
     amp.reset()
 
-    register_functions()
+    # Functions of other libraries. Call this before amp.initialize; amp.reset() restores them.
+    amp.register_half_function(ForeignMatMul, "apply")
+    amp.register_half_function(F, "silu")
+    amp.register_float_function(torch, "square")
+    amp.register_promote_function(torch, "lerp")
     # A lambda looks up ForeignMatMul.apply at each call, because amp.initialize replaces that attribute.
-    model = train_with_amp(args, lambda a, b: ForeignMatMul.apply(a, b), data)
-    results.append(accuracy(model, test_images, test_labels))
+    model = train_with_amp(lambda a, b: ForeignMatMul.apply(a, b), args.opt_level, data)
+    with_registered = accuracy(model, test_images, test_labels)
     print_table(low_dtype)
     amp.reset()
     print(
-        f"test accuracy {results[0]:.2f}% with torch.autocast, {results[1]:.2f}% with amp, "
-        f"{results[2]:.2f}% with amp and registered functions"
+        f"test accuracy {with_autocast:.2f}% with torch.autocast, {with_amp:.2f}% with amp, "
+        f"{with_registered:.2f}% with amp and registered functions"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,30 +2,20 @@
 
     python examples/forced_types.py                             # trains at each of O0 to O5
     python examples/forced_types.py --opt-level O2 --without keep_fp32      # fails without it
-    python examples/forced_types.py --opt-level O2 --without ops_fp32
 
 The net reads the UCI handwritten digits as images of 0 to 255, row by row. Two of its ops fail in 16 bits: the sums of
 squares in ``RMSNorm`` overflow fp16, and torch has no cdist for 16-bit types.
 """
 
-from __future__ import annotations
-
-import argparse
-import sys
-
 import torch
 import torch.nn.functional as F
-from digits import accuracy, load_digits
+from shared import OPT_LEVELS, Parser, accuracy, load_digits
 from torch import Tensor, nn
 
 from ampctx import amp, optimizers
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 # Modules by name pattern and by class; functions by name.
 FORCED = {"keep_fp32": ["head.*", nn.LayerNorm], "ops_fp32": {"softmax", "cdist"}}
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.LayerNorm):
@@ -55,10 +45,7 @@ class Net(nn.Module):
         return -torch.cdist(self.head((weights.mT @ rows).flatten(1)), self.prototypes)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def train(args: argparse.Namespace, level: str, images: Tensor, labels: Tensor) -> nn.Module:
+def train(args, level: str, images: Tensor, labels: Tensor) -> nn.Module:
     torch.manual_seed(0)
     model = Net().to(images.device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.003)
@@ -78,46 +65,19 @@ def train(args: argparse.Namespace, level: str, images: Tensor, labels: Tensor) 
 def types_inside(model: Net, images: Tensor) -> str:
     """The dtypes that ``body``, ``norm`` and ``head`` compute in."""
     found = {}
-    layers = {"body": model.body, "head": model.head[0]}
-    hooks = [
+    for name, layer in (("body", model.body), ("head", model.head[0])):
         layer.register_forward_hook(lambda module, args, output, name=name: found.update({name: output.dtype}))
-        for name, layer in layers.items()
-    ]
     model(images)
-    for hook in hooks:
-        hook.remove()
     types = {"body": found["body"], "norm": model.norm.computed_in, "head": found["head"]}
     return ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in types.items())
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", nargs="+", default=LEVELS, choices=LEVELS, help="one or several; default all")
+def main() -> None:
+    parser = Parser(__doc__, epochs=4)
+    parser.add_argument("--opt-level", nargs="+", default=OPT_LEVELS, choices=OPT_LEVELS, help="default all")
     parser.add_argument("--without", nargs="+", default=[], choices=list(FORCED), help="leave out one or both")
-    parser.add_argument("--epochs", type=positive, default=4, help="default 4")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    return args
-
-
-def main() -> int:
-    args = parse_args()
-    # Ops this small gain little from a second thread, and lose much on busy cores.
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    images, labels, test_images, test_labels = load_digits(device)
+    images, labels, test_images, test_labels = load_digits(args.device)
     images, test_images = (images + 1) * 127.5, (test_images + 1) * 127.5
     reached = {}
     for level in args.opt_level:
@@ -131,8 +91,7 @@ def main() -> int:
         amp.reset()
     words = ", ".join(name for name in FORCED if name not in args.without) or "nothing"
     print(f"with {words} at {', '.join(reached)}: test accuracy of {min(reached.values()):.2f}% or more")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,13 +8,11 @@ A net learns a function in two stages. The first starts with a scale far too low
 the middle the program saves and loads the scaler. The second stage has a loss 1024 times as large.
 """
 
-from __future__ import annotations
-
-import argparse
 import io
 
 import torch
 import torch.nn.functional as F
+from shared import Parser
 from torch import nn
 
 import ampctx
@@ -29,8 +27,11 @@ def report(step: int, scaler: torch.amp.GradScaler, why: str) -> None:
     )
 
 
-def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
-    """Trains the net. Returns the loss and the scale of each step, and the number of skipped steps."""
+def main() -> None:
+    parser = Parser(__doc__, steps=240)
+    parser.add_argument("--scaler", default="ampctx", choices=list(SCALERS), help="default ampctx")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"], help="default float16")
+    args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -85,34 +86,6 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
             skipped += scaler.get_scale() < scale
         losses.append(fit.item() / size)
         scales.append(scale)
-    return losses, scales, skipped
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return int(text)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scaler", default="ampctx", choices=list(SCALERS), help="default ampctx")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"], help="default float16")
-    parser.add_argument("--steps", type=positive, default=240, help="at least 8; default 240")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    args = parser.parse_args()
-    if args.steps < 8:
-        parser.error(f"--steps: {args.steps} is less than 8, too few for two stages with a checkpoint")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(1)  # more threads slow down ops this small
-    torch.manual_seed(0)
-    losses, scales, skipped = train(args)
     last = 3 * args.steps // 4 - 1
     print(
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} | loss scale {scales[0]:g} -> {scales[last]:g} -> {scales[-1]:g} | "

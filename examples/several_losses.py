@@ -1,28 +1,19 @@
 """Trains two models with two losses over one graph, one or two optimizers, with both interfaces of ampctx.
 
-    python examples/several_losses.py                               # apex's interface, at O2; a loss scale per loss
+    python examples/several_losses.py                               # apex's interface, at O2; --api torch for torch's
     python examples/several_losses.py --models 1 --optimizers 2     # amp.initialize takes all four combinations
     python examples/several_losses.py --scales shared               # one loss scale, delay_unscale on the first loss
-    python examples/several_losses.py --api torch                   # torch.autocast and GradScaler
 
 Both losses are 0 if the first model gives 8/19 and the second 1/19 of the target. The second loss has a factor of 100,
 so its gradients overflow at loss scales that are fine for the first.
 """
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
+from shared import Parser
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-import ampctx
-from ampctx import amp
-
-Batches = Iterator[tuple[Tensor, Tensor]]
+from ampctx import GradScaler, amp
 
 
 class Two(nn.Module):
@@ -36,18 +27,15 @@ class Two(nn.Module):
         return [model(x) for model in self.models]
 
 
-def outputs_of(models: list[nn.Module], x: Tensor) -> list[Tensor]:
-    return models[0](x) if len(models) == 1 else [model(x) for model in models]
-
-
-def losses_of(outputs: list[Tensor], target: Tensor) -> list[Tensor]:
+def losses_of(models: list[nn.Module], x: Tensor, target: Tensor) -> list[Tensor]:
+    outputs = models[0](x) if len(models) == 1 else [model(x) for model in models]
     return [
         F.mse_loss(2 * outputs[0] + 3 * outputs[1], target),
         100 * F.mse_loss(3 * outputs[0] - 5 * outputs[1], target),
     ]
 
 
-def initialize(models: list[nn.Module], optimizers: list[Optimizer], **options) -> None:
+def initialize(models: list[nn.Module], optimizers: list, **options) -> None:
     """Passes one object or a list, and gets the same objects back in the same shape."""
     match len(models), len(optimizers):
         case 1, 1:
@@ -60,17 +48,15 @@ def initialize(models: list[nn.Module], optimizers: list[Optimizer], **options) 
             [*models], [*optimizers] = amp.initialize(models, optimizers, **options)
 
 
-def train_apex(
-    models: list[nn.Module], optimizers: list[Optimizer], data: Batches, opt_level: str, shared: bool
-) -> list[float]:
-    initialize(models, optimizers, opt_level=opt_level, num_losses=1 if shared else 2)
+def train_apex(models, optimizers, data, args):
+    initialize(models, optimizers, opt_level=args.opt_level, num_losses=1 if args.scales == "shared" else 2)
     for x, target in data:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        losses = losses_of(outputs_of(models, x), target)
+        losses = losses_of(models, x, target)
         # Name all optimizers whose parameters the backward reaches. retain_graph is not about amp: the second backward
         # uses the same graph.
-        if shared:
+        if args.scales == "shared":
             # One scale: gradients of the first loss stay scaled, and the last block unscales the sum.
             with amp.scale_loss(losses[0], optimizers, delay_unscale=True) as scaled_loss:
                 scaled_loss.backward(retain_graph=True)
@@ -88,13 +74,13 @@ def train_apex(
     return [scaler["loss_scale"] for scaler in amp.state_dict().values()]
 
 
-def train_torch(models: list[nn.Module], optimizers: list[Optimizer], data: Batches, device: str) -> list[float]:
-    scaler = ampctx.GradScaler(device)
+def train_torch(models, optimizers, data, args):
+    scaler = GradScaler(args.device)
     for x, target in data:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with torch.autocast(device, dtype=torch.float16):
-            losses = losses_of(outputs_of(models, x), target)
+        with torch.autocast(args.device, dtype=torch.float16):
+            losses = losses_of(models, x, target)
         scaler.scale(losses[0]).backward(retain_graph=True)
         scaler.scale(losses[1]).backward()
         # Unscale only to read or change gradients. step() unscales the others.
@@ -107,54 +93,29 @@ def train_torch(models: list[nn.Module], optimizers: list[Optimizer], data: Batc
     return [scaler.get_scale()]
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return int(text)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
+def main() -> None:
+    parser = Parser(__doc__, opt_level="O2", apis=True, steps=200)
     parser.add_argument("--models", type=int, choices=[1, 2], default=2, help="default 2")
     parser.add_argument("--optimizers", type=int, choices=[1, 2], default=2, help="default 2")
-    parser.add_argument("--scales", choices=["per-loss", "shared"], help="with --api apex; default per-loss")
-    parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
-    parser.add_argument("--steps", type=positive, default=200, help="default 200")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--scales", default="per-loss", choices=["per-loss", "shared"], help="with --api apex")
     args = parser.parse_args()
-    if args.api == "torch" and args.opt_level:
-        parser.error("--opt-level belongs to --api apex: torch's interface has no opt levels, autocast is like O1")
-    if args.api == "torch" and args.scales == "per-loss":
-        parser.error("--scales: per-loss belongs to --api apex: a GradScaler has one scale for gradients that add up")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(1)  # more threads slow down ops this small
-    torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1)).to(args.device) for _ in range(2)]
     models = parts if args.models == 2 else [Two(parts)]
     owned = [p.parameters() for p in parts] if args.optimizers == 2 else [nn.ModuleList(parts).parameters()]
-    optimizers: list[Optimizer] = [torch.optim.Adam(params, lr=0.02) for params in owned]
+    optimizers = [torch.optim.Adam(params, lr=0.02) for params in owned]
 
-    def batches() -> Batches:
+    def batches():
         for _ in range(args.steps):
             x = torch.randn(64, 4, device=args.device)
             yield x, torch.tanh(x.sum(1, keepdim=True))
 
     x, target = next(batches())
     with torch.no_grad():
-        before = losses_of(outputs_of(models, x), target)
-    if args.api == "apex":
-        scales = train_apex(models, optimizers, batches(), args.opt_level or "O2", args.scales == "shared")
-    else:
-        scales = train_torch(models, optimizers, batches(), args.device)
+        before = losses_of(models, x, target)
+    train = train_apex if args.api == "apex" else train_torch
+    scales = train(models, optimizers, batches(), args)
     with torch.no_grad():
-        after = losses_of(outputs_of(models, x), target)
+        after = losses_of(models, x, target)
     print(
         f"loss 0: {before[0]:.4f} -> {after[0]:.4f} | loss 1: {before[1]:.4f} -> {after[1]:.4f} | "
         f"loss scales {' and '.join(f'{scale:g}' for scale in scales)}"

@@ -56,7 +56,7 @@ def whole(p):
 
 
 def trained(engine, level):
-    args = argparse.Namespace(engine=engine, opt_level=level, epochs=1, batch_size=32)
+    args = argparse.Namespace(engine=engine, opt_level=level, epochs=1)
     # Without an engine each rank trains alone.
     last = RANK if engine == "none" else RANKS - 1
     try:

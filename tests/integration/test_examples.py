@@ -17,14 +17,14 @@ from example_runs import run
 from matplotlib import image
 
 LAST_LINE = re.compile(
-    r"test accuracy ([\d.]+)%(?:, in fp32 [\d.]+%)? \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$"
+    r"test accuracy ([\d.]+)%(?:, in fp32 [\d.]+%)? \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$", flags=re.M
 )
 STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
 
 
 def last_line(printed: str) -> tuple[float, float, int, int]:
-    """Test accuracy, loss scale, skipped steps and steps, from the last line that the example prints."""
-    found = LAST_LINE.search(printed.rstrip())
+    """Test accuracy, loss scale, skipped steps and steps, from the last line but that about the plot."""
+    found = LAST_LINE.search(printed)
     assert found, printed
     return float(found[1]), float(found[2]), int(found[3]), int(found[4])
 
@@ -117,14 +117,13 @@ def test_digits_trains_with(optimizer, forked, tmp_path):
 def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
     done = run("digits.py", "--device", "cpu", "--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "digits.py: error: --plot: /dev/full cannot be written: No space left on device"
-    )
+    assert done.stderr.splitlines()[-1] == "OSError: [Errno 28] No space left on device"
     assert last_line(done.stdout)[0] > 80
 
 
 def test_digits_reports_an_error_in_one_line(in_fork, tmp_path):
-    printed = "digits.py: error: --resume: there is no checkpoint at none.pt\n"
+    reason = "FileNotFoundError: [Errno 2] No such file or directory: 'none.pt'"
+    printed = f"digits.py: error: --resume: none.pt cannot be read as a checkpoint ({reason})\n"
     assert in_fork("digits.py", "--resume", "none.pt", cwd=tmp_path) == (2, printed)
     assert list(tmp_path.iterdir()) == []
 
@@ -132,19 +131,17 @@ def test_digits_reports_an_error_in_one_line(in_fork, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--resume none.pt", "there is no checkpoint at none.pt"),
+        ("--resume none.pt", "none.pt cannot be read as a checkpoint"),
         ("--resume half.pt", "half.pt cannot be read as a checkpoint"),
         ("--resume text.pt", "text.pt cannot be read as a checkpoint"),
         ("--resume other.pt", "other.pt is not a checkpoint of this example"),
-        ("--resume digits.pt --opt-level O5", "digits.pt was trained with --opt-level O1, this run has O5"),
-        ("--resume digits.pt --optimizer SGD", "digits.pt was trained with --optimizer FusedSGD, this run has SGD"),
+        ("--resume digits.pt --opt-level O5", "trained at O1 with FusedSGD, and this run is at O5 with FusedSGD"),
+        ("--resume digits.pt --optimizer SGD", "trained at O1 with FusedSGD, and this run is at O1 with SGD"),
         ("--resume digits.pt --epochs 3", "ask for more than 3"),
         ("--plot none/plot.png", "--plot: none/plot.png cannot be written"),
         ("--checkpoint .", "--checkpoint: . cannot be written"),
-        ("--batch-size 5000", "--batch-size: 5000 is more than"),
         ("--epochs 0", "0 is not above 0"),
         ("--opt-level 02", "invalid choice: '02'"),
-        ("--opt-level O0 --first-loss-scale 8", "needs a dynamic loss scale"),
     ],
     ids=lambda text: text.replace(" ", ""),
 )
@@ -179,7 +176,7 @@ SMALL_LM = ("--layers", 1, "--context", 32, "--lr", 0.01)
 
 @pytest.mark.full
 def test_char_lm_learns_at_o5(tmp_path):
-    arguments = ("--width", 64, "--steps", 120, "--eval-every", 60, "--plot", "lm.png")
+    arguments = ("--heads", 2, "--steps", 120, "--eval-every", 60, "--plot", "lm.png")
     done = run("char_lm.py", "--device", "cpu", *SMALL_LM, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = bits(done.stdout)
@@ -191,21 +188,21 @@ def test_char_lm_learns_at_o5(tmp_path):
 
 @pytest.mark.full
 def test_char_lm_learns_with_muon(forked, tmp_path):
-    arguments = ("--optimizer", "muon", "--opt-level", "O0", "--width", 64, "--steps", 60, "--eval-every", 60)
+    arguments = ("--optimizer", "muon", "--opt-level", "O0", "--heads", 2, "--steps", 60, "--eval-every", 60)
     found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 3.8 < 6.0 < float(found[2])
 
 
 @pytest.mark.full
 def test_char_lm_accumulates_at_o2_in_fp16(forked, tmp_path):
-    arguments = ("--width", 32, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
+    arguments = ("--heads", 1, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
     found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 5.2 < 6.0 < float(found[2])
     assert float(found[3]) == 65536 / 2 ** int(found[4])
 
 
 def test_char_lm_offloads_its_optimizer(forked, tmp_path):
-    arguments = ("--width", 32, "--batch-size", 4, "--steps", 10, "--offload")
+    arguments = ("--heads", 1, "--batch-size", 4, "--steps", 10, "--offload")
     found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 6.0 < float(found[2])
 
@@ -214,7 +211,7 @@ STATE_LINE = re.compile(r"^(\w+) state: held-out bits per char ([\d.]+) \| ([\d.
 
 
 def test_state_types_compares_losses_and_memory(forked, tmp_path):
-    sizes = ("--width", 32, "--layers", 1, "--context", 8, "--batch-size", 4, "--min-8bit-size", 0)
+    sizes = ("--heads", 1, "--layers", 1, "--context", 8, "--batch-size", 4, "--min-8bit-size", 0)
     arguments = ("--steps", 30, "--large-steps", 10, "--lr", 0.01, "--eval-every", 15, "--plot", "states.png")
     lines = STATE_LINE.findall(forked("state_types.py", *sizes, *arguments, cwd=tmp_path))
     assert [kind for kind, _, _ in lines] == ["fp32", "bf16", "8bit"]

@@ -261,39 +261,24 @@ LAST_LINES = {
         ),
         ("typical_training", ("--epochs", "0"), "0 is not above 0"),
         ("typical_training", ("--opt-level", "02"), "invalid choice: '02'"),
-        ("clipping", ("--threshold", "0"), "--threshold: 0.0 is not above 0"),
-        ("clipping", ("--threshold", "nan"), "--threshold: nan is not above 0"),
         ("clipping", ("--clip", "size"), "invalid choice: 'size'"),
         ("accumulation", ("--micro-batches", "3"), "invalid choice: 3"),
-        ("gradient_penalty", ("--weight", "-1"), "--weight: -1.0 is not 0 or above"),
         ("wgan_gp", ("--plot", "none/gan.png"), "none/gan.png cannot be written"),
         ("wgan_gp", ("--opt-level", "O3"), "invalid choice: 'O3'"),
         ("several_losses", ("--models", "3"), "invalid choice: 3"),
-        ("several_losses", ("--api", "torch", "--scales", "per-loss"), "--scales: per-loss belongs to --api apex"),
-        ("grad_scaler", ("--steps", "7"), "--steps: 7 is less than 8"),
         ("grad_scaler", ("--steps", "many"), "invalid positive value: 'many'"),
         ("dcgan", ("--steps", "0"), "--steps: 0 is not above 0"),
-        ("dcgan", ("--batch-size", "1"), "--batch-size: batch norm needs at least 2"),
-        ("dcgan", ("--lr", "0"), "--lr: 0.0 is not above 0"),
-        ("dcgan", ("--output-dir", "none"), "--output-dir: none is not a directory"),
         ("dcgan", ("--opt-level", "O6"), "invalid choice: 'O6'"),
         ("parallel", ("--api", "torch", "--opt-level", "O2"), "O2 is for --api amp"),
-        ("parallel", ("--overflow-at", "1", "--opt-level", "O5"), "needs a dynamic loss scale"),
-        ("parallel", ("--overflow-at", "84", "--epochs", "1"), "there is no step 84; the last one is 83"),
-        ("parallel", ("--batch-size", "1000", "--accumulate", "2"), "would take 2000 images, and there are 1351"),
         ("parallel", ("--threads", "-1"), "--threads: -1 is not above 0"),
         ("custom_functions", ("--epochs", "0"), "--epochs: 0 is not above 0"),
         ("custom_functions", ("--opt-level", "1"), "invalid choice: '1'"),
         ("forced_types", ("--opt-level", "O2", "2"), "invalid choice: '2'"),
         ("forced_types", ("--without", "softmax"), "invalid choice: 'softmax'"),
-        ("state_types", ("--width", "40"), "40 is not a multiple of 32, the width"),
         ("state_types", ("--plot", "none/states.png"), "none/states.png cannot be written"),
-        ("char_lm", ("--width", "40"), "40 is not a multiple of 32"),
-        ("char_lm", ("--offload", "--opt-level", "O2"), "O2 was given"),
+        ("char_lm", ("--offload", "--opt-level", "O2"), "adamw at O2 was given"),
         ("char_lm", ("--steps", "0"), "0 is not above 0"),
         ("char_lm", ("--plot", "none/lm.png"), "none/lm.png cannot be written"),
-        ("mesh", ("--engine", "ddp"), "--engine ddp: start it with torchrun --nproc-per-node N"),
-        ("mesh", ("--batch-size", "0"), "--batch-size: 0 images cannot be shared by 1 processes"),
         ("mesh", ("--epochs", "0"), "--epochs: 0 is not above 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
@@ -322,6 +307,6 @@ def test_examples_readme_has_every_example():
     readme = (ROOT / "examples" / "README.md").read_text()
     assert {name for name in scripts if f"examples/{name}" in readme} == scripts
     of_sections = set(re.findall(r"\]\((\w+\.py)\)", readme))
-    # Longer programs, of no section of their own.
-    longer = {"digits.py", "state_types.py", "char_lm.py", "apex_digits.py", "mesh.py"}
-    assert of_sections == scripts - longer
+    # Longer programs, of no section of their own, and what all of them import.
+    others = {"digits.py", "state_types.py", "char_lm.py", "apex_digits.py", "mesh.py", "shared.py"}
+    assert of_sections == scripts - others

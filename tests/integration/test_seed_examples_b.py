@@ -115,7 +115,7 @@ def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
     ],
 )
 def test_parallel_examples_cast_in_threads(api, level, dtype, here):
-    options = ("--api", api, "--opt-level", level, "--epochs", 2, "--batch-size", 32)
+    options = ("--api", api, "--opt-level", level, "--epochs", 2)
     out = here("parallel.py", *options, "--threads", 3)
     accuracy, how, _, _, _ = parallel(out)[api]
     assert accuracy >= 92.0

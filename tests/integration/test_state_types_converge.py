@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -39,15 +40,15 @@ def example(monkeypatch):
 
     yield state_types
     torch.set_num_threads(threads)
-    for name in ("state_types", "char_lm"):
+    for name in ("state_types", "char_lm", "shared"):
         sys.modules.pop(name)
 
 
 def run(example, text, seed: int, kind: str) -> Run:
-    arguments = {"steps": STEPS, "large-steps": 200, "seed": seed, "width": 32, "layers": 1, "eval-every": STEPS}
-    args = example.parse_args([part for name, value in arguments.items() for part in (f"--{name}", str(value))])
-    args.min_8bit_size, args.no_progress = 0, True
-    _, optimizer, curve = example.train(args, text, torch.device("cpu"), kind)
+    sizes = {"batch_size": 16, "context": 32, "heads": 1, "layers": 1, "min_8bit_size": 0}
+    schedule = {"steps": STEPS, "large_steps": 200, "eval_every": STEPS, "lr": 3e-3, "seed": seed}
+    args = SimpleNamespace(opt_level="O0", device="cpu", **sizes, **schedule)
+    _, optimizer, curve = example.train(args, text, kind)
     states = unpack_state(optimizer.state_dict())["state"].values()
     m, v = (torch.cat([state[key].flatten() for state in states]) for key in ("exp_avg", "exp_avg_sq"))
     u = (m / (1 - 0.9**STEPS)) / ((v / (1 - 0.999**STEPS)).sqrt() + 1e-8)
