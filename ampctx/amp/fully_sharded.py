@@ -72,8 +72,7 @@ def fully_shard(
         options: other arguments of torch's ``fully_shard``.
 
     Returns:
-        The model. Collectives and host syncs: those of torch's ``fully_shard``. A warning where torch drops a
-        ``grad_dtype`` of parameters.
+        The model. Collectives and host syncs are torch's. Warns where torch drops a ``grad_dtype`` of parameters.
 
     Raises:
         AmpTypeError, AmpValueError, AmpError: an invalid argument; an entry that matches no module; the model is
@@ -123,8 +122,7 @@ def fully_shard(
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
         note_given(module, given, mesh)
-    # torch before 2.15
-    lost = [name for name, p in model.named_parameters() if p.grad_dtype != wanted[name]]
+    lost = [name for name, p in model.named_parameters() if p.grad_dtype != wanted[name]]  # by torch before 2.15
     if lost and is_rank_zero():
         warn(
             "fully_shard: torch shards parameters without their grad_dtype, so gradients of "
