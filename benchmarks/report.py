@@ -242,6 +242,13 @@ def gpu(found: Rows) -> Iterator[str]:
     yield f"\n*Medians of 11 rounds, [models](../benchmarks/README.md). {'; '.join(sorted(machine))}.*"
 
 
+def start(found: Rows) -> Iterator[str]:
+    """What comes before the first step."""
+    for what, told in (("import", "`import ampctx` after `import torch`"), ("build", "The build of the CPU kernels")):
+        for ms in matching(found, f"start-cpu/{what}/ampctx/time").values():
+            yield f"- {told}: {ms / 1000:.2g} s"
+
+
 def machines(found: Rows) -> Iterator[str]:
     """What the picture was measured on."""
     where = {row["machine"] for row in found if any(re.fullmatch(group, row["figure"]) for group in GROUPS.values())}
@@ -250,7 +257,7 @@ def machines(found: Rows) -> Iterator[str]:
 
 PARTS: dict[str, Callable[[Rows], Iterator[str]]] = {
     "goals": goals, "gains": gains, "models": models, "levels": levels, "states": states, "gpu": gpu,
-    "machines": machines,
+    "machines": machines, "start": start,
 }  # fmt: skip
 
 

@@ -222,7 +222,6 @@ SLOWER = [
     for dtype in ("bf16", "fp16")
     for of in (min, max)
 ]
-SECONDS = [ms / 1000 for what in ("import", "build") for ms in values(f"start-cpu/{what}/ampctx/time")]
 # The line of a page, by some of its words, and what it says in numbers.
 RECORDED = {
     ("README.md", "161 DTensors"): tails("tiny161-O1-FusedAdam-8"),
@@ -230,7 +229,6 @@ RECORDED = {
     ("README.md", "GPT-2 small"): tails("gpt2-small-O2-FusedAdam"),
     ("README.md", "BERT-large"): tails("bert-large-O2-FusedAdam", "cuda"),
     ("docs/why.md", "A small GPT takes"): SLOWER,
-    ("docs/performance.md", "import ampctx"): SECONDS,
 }
 
 
