@@ -51,7 +51,7 @@ ITERATIONS_FOR_MEMORY = 3
 LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
-# Makes a mark of the clock at the end of backward.
+# Makes a mark of the clock at the end of backward; int makes a 0.
 Mark = Callable[[], Any]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shared import Parser, accuracy, batches, load_digits, make_model, plot, positive, progress, writable
+from shared import Parser, accuracy, batches, load_digits, make_model, plot, progress, writable
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
@@ -153,7 +153,7 @@ def draw(history: dict[str, list], fp32: dict[str, list] | None, opt_level: str,
 def main() -> None:
     parser = Parser(__doc__, opt_level="O1", epochs=3)
     parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
-    parser.add_argument("--first-loss-scale", type=positive, default=2**24, help="at O1 and O2; default 2^24")
+    parser.add_argument("--first-loss-scale", type=float, default=2**24, help="at O1 and O2; default 2^24")
     parser.add_argument("--alone", action="store_true", help="do not train in fp32, too, as --resume does not")
     parser.add_argument("--checkpoint", type=writable, metavar="PATH", help="file to write after every epoch")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to resume from")

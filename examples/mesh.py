@@ -8,6 +8,7 @@ All take the same batches: each data-parallel rank its share. They end with the 
 """
 
 import gc
+import os
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,10 @@ def main() -> None:
     parser = Parser(__doc__, opt_level="O1", levels=LEVELS_OF_ADAM, epochs=4)
     parser.add_argument("--engine", default="none", choices=MESHES, help="with torchrun; default none, for one process")
     args = parser.parse_args()
+    if (args.engine == "none") == ("RANK" in os.environ) or WORLD_SIZE % max(1, len(MESHES[args.engine])):
+        parser.error(
+            f"--engine {args.engine}: start it with torchrun, or --engine none without; two axes need an even number"
+        )
     device = join_processes(args.device)
     images, labels, test_images, test_labels = load_digits(device)
     model, about = train(args, device, images, labels)

@@ -122,7 +122,9 @@ def fully_shard(
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
         note_given(module, given, mesh)
-    lost = [name for name, p in model.named_parameters() if p.grad_dtype != wanted[name]]  # by torch before 2.15
+    lost = [
+        name for name, p in model.named_parameters() if p.grad_dtype != wanted.get(name, p.grad_dtype)
+    ]  # by torch before 2.15
     if lost and is_rank_zero():
         warn(
             "fully_shard: torch shards parameters without their grad_dtype, so gradients of "

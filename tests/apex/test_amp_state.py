@@ -11,6 +11,7 @@ from apex.amp import _amp_state
 from apex.amp._amp_state import AmpState, maybe_print, warn_or_err
 from apex.amp.frontend import O3, Properties, opt_levels
 from apex.amp.scaler import LossScaler
+from processes import output
 
 import ampctx
 from ampctx import AmpError, AmpTypeError, AmpValueError
@@ -281,6 +282,14 @@ def test_what_programs_import_of_the_rest():
     assert result["n"] == 3
     assert amp.compat.filter_attrs(torch, ["mm", "nope"]) == ["mm"]
     assert amp.rnn_compat.has_old_rnns() is False
+
+
+def test_importing_says_nothing():
+    """In a fresh process, where a warning is an error. Modules are attributes, also before their import."""
+    names = ("_amp_state", "_initialize", "amp", "compat", "frontend", "handle", "rnn_compat", "scaler")
+    modules = ", ".join(f"apex.amp.{name}" for name in names)
+    imports = f"import apex; apex.parallel.Reducer, apex.normalization, {modules}; import {modules}"
+    assert output("-c", f"import ampctx_apex; ampctx_apex.install_apex(); {imports}") == ""
 
 
 def test_the_state_shadows_its_module():

@@ -1,5 +1,7 @@
 """fused_layer_norm_cuda, fused_mix_prec_layer_norm_cuda and fast_layer_norm against autograd in fp64."""
 
+import pickle
+
 import fast_layer_norm
 import fused_layer_norm_cuda as norms
 import fused_mix_prec_layer_norm_cuda as mixed
@@ -125,6 +127,10 @@ def test_fast_layer_norm(dtype, parameter_dtype):
         assert workspaces == [None, None]
         for got, value in zip((dx, dgamma, dbeta), wanted[3], strict=True):
             assert_near(got, value.reshape(got.shape))
+
+
+def test_a_pickle_finds_the_functions():
+    assert pickle.loads(pickle.dumps(norms.rms_backward)) is norms.rms_backward
 
 
 def test_any_strides_and_a_whole_number_as_shape():

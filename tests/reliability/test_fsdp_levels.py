@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from kit import backward, batch, same, start
+from kit import assert_same, backward, batch, same, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -173,6 +173,21 @@ def test_other_levels_get_no_policy(mesh, level):
     assert same(Run(model, level).steps().end(), Run(of_all_kinds(), level).steps().end())
 
 
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("level", DTYPES)
+def test_a_load_after_the_wrap_starts_ddp_from_every_bit(session, level):
+    model, weights = mlp(), mlp().state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    assert not torch.equal(session.master_state_dict(model)["0.weight"], weights["0.weight"])
+    model.load_state_dict(weights)
+    with session.scale_loss(ddp(torch.ones(2, 5)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert_same(session.master_state_dict(model), weights)
+
+
 def test_a_grad_dtype_that_torch_drops_is_told(mesh, said):
     model = mlp()
     model[2].weight.grad_dtype = torch.bfloat16
@@ -180,6 +195,15 @@ def test_a_grad_dtype_that_torch_drops_is_told(mesh, said):
     drops = model[2].weight.grad_dtype == torch.float32  # torch before 2.15
     fully_shard(mlp(), "O5", mesh=mesh)
     assert [("without their grad_dtype, so gradients of 2.weight get" in text) for text in said()] == [True] * drops
+
+
+def test_torch_refuses_a_weight_that_two_units_share(mesh):
+    model = mlp()
+    model.append(nn.Linear(1, 1))
+    model[3].weight = model[0].weight
+    fully_shard(model, "O5", mesh=mesh, units=[model[0]])
+    with pytest.raises(ValueError, match="is shared"):
+        model(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])

@@ -129,11 +129,13 @@ def _grads(
 
 
 def _function(op: str, parameters: str = "") -> Callable[..., Any]:
-    if "forward" in op:
-        return positional(op, f"input normalized_shape {parameters} eps", functools.partial(_normed, op))
     statistics = "invvar" if op.startswith("rms") else "mean invvar"
     arguments = f"dout {statistics} input_or_output normalized_shape {parameters} eps memory_efficient=False"
-    return positional(op, arguments, functools.partial(_grads, op))
+    if is_forward := "forward" in op:
+        arguments = f"input normalized_shape {parameters} eps"
+    found = positional(op, arguments, functools.partial(_normed if is_forward else _grads, op))
+    found.__module__ = __name__  # where pickle looks for it
+    return found
 
 
 forward = _function("forward")

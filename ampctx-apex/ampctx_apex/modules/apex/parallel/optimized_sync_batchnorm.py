@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # The base of all of torch's batch norms: private by name alone, and the one test of "is a batch norm" there is.
@@ -13,19 +14,75 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ampctx import AmpAssertionError, AmpValueError
 
 
-class _Sum(torch.autograd.Function):
-    """The sum of a tensor over the ranks in ``group``."""
+class _SyncedOnCpu(torch.autograd.Function):
+    """Batch norm of [N, C, *] with the statistics of all ranks in ``group``; torch's own is for GPUs.
+
+    Computes in fp32 (fp64 for fp64 input), returns the type of the input. Ranks may have different N, also 0. The
+    gradients of weight and bias are each rank's own, as those of every other parameter.
+    """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        t = t.clone()
-        dist.all_reduce(t, group=group)
-        return t
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        group: Any,
+    ) -> Tensor:
+        dims = [0, *range(2, x.dim())]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # In fp64, so that the count is exact.
+        sums = x_wide.sum(dims).double()
+        sums = torch.cat([sums, sums.new_tensor([x.numel() // x.size(1)])])
+        dist.all_reduce(sums, group=group)
+        count = sums[-1].item()
+        if count <= 1:
+            raise AmpValueError(f"Expected more than 1 value per channel when training, got {count:.0f} over all ranks")
+        mean = (sums[:-1] / count).to(x_wide.dtype)
+        centred = x_wide - mean.view(shape)
+        squares = centred.square().sum(dims).double()
+        dist.all_reduce(squares, group=group)
+        invstd = (squares / count + eps).rsqrt().to(x_wide.dtype)
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((squares / (count - 1)).to(running_var.dtype), momentum)
+        out = centred * invstd.view(shape)
+        if weight is not None:
+            out = out * weight.view(shape)
+        if bias is not None:
+            out = out + bias.view(shape)
+        ctx.save_for_backward(x, weight, bias, mean, invstd)
+        ctx.count, ctx.group = count, group
+        return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.group), None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, invstd = ctx.saved_tensors
+        dims = [0, *range(2, x.dim())]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        grad = grad.to(mean.dtype)
+        normalized = (x.to(mean.dtype) - mean.view(shape)) * invstd.view(shape)
+        grad_bias, grad_weight = grad.sum(dims), (grad * normalized).sum(dims)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            means = torch.stack([grad_bias, grad_weight])
+            dist.all_reduce(means, group=ctx.group)
+            by_bias, by_weight = means / ctx.count
+            factor = invstd if weight is None else invstd * weight
+            grad_x = (grad - by_bias.view(shape) - normalized * by_weight.view(shape)) * factor.view(shape)
+            grad_x = grad_x.to(x.dtype)
+        return (
+            grad_x,
+            None if weight is None else grad_weight.to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
+            *[None] * 5,
+        )
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -74,41 +131,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return F.relu(out) if self.fuse_relu else out
 
     def _synced_on_cpu(self, x: Tensor) -> Tensor:
-        """Batch norm with the statistics of all ranks; torch's own is for GPUs.
-
-        Computes in fp32 (fp64 for fp64 input), returns the type of the input. Ranks may have different N, also 0. The
-        gradients of weight and bias are each rank's own, as those of every other parameter.
-        """
         self._check_input_dim(x)
         if x.size(1) != self.num_features:
             raise AmpValueError(
                 f"expected {self.num_features} channels, got {x.size(1)} in an input of {tuple(x.shape)}"
             )
-        dims, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # In fp64, so that the count is exact.
-        own = wide.sum(dims).double()
-        *_, count = sums = _Sum.apply(torch.cat([own, own.new_tensor([x.numel() // x.size(1)])]), self.process_group)
-        if count <= 1:
-            raise AmpValueError(f"Expected more than 1 value per channel when training, got {count:.0f} over all ranks")
-        mean = sums[:-1] / count
-        centred = wide - mean.to(wide.dtype).view(shape)
-        squares = _Sum.apply(centred.square().sum(dims).double(), self.process_group)
+        momentum = self.momentum
+        running_mean = running_var = None
         if self.track_running_stats:
-            assert self.num_batches_tracked is not None
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            self.num_batches_tracked.add_(1)
-            momentum = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-            with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                self.running_var.lerp_((squares / (count - 1)).to(self.running_var.dtype), momentum)
-        out = centred * (squares / count + self.eps).rsqrt().to(wide.dtype).view(shape)
-        if self.weight is not None:
-            out = out * self.weight.view(shape)
-        if self.bias is not None:
-            out = out + self.bias.view(shape)
-        return out.to(x.dtype)
+            running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+            assert batches is not None
+            batches.add_(1)
+            if momentum is None:
+                momentum = 1.0 / batches.item()
+        return _SyncedOnCpu.apply(
+            x, self.weight, self.bias, running_mean, running_var, self.eps, momentum, self.process_group
+        )
 
 
 def _as_sync(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
