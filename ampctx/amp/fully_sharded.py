@@ -101,7 +101,7 @@ def fully_shard(
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
         stays = hand_over | kept.modules
-    wanted = {name: p.grad_dtype for name, p in model.named_parameters()}
+    wanted = {name: p.grad_dtype for name, p in model.named_parameters()}  # which torch before 2.15 drops
     from torch.distributed import fsdp
 
     # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may
@@ -122,9 +122,7 @@ def fully_shard(
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
         note_given(module, given, mesh)
-    lost = [
-        name for name, p in model.named_parameters() if p.grad_dtype != wanted.get(name, p.grad_dtype)
-    ]  # by torch before 2.15
+    lost = [name for name, p in model.named_parameters() if wanted.get(name, p.grad_dtype) != p.grad_dtype]
     if lost and is_rank_zero():
         warn(
             "fully_shard: torch shards parameters without their grad_dtype, so gradients of "
