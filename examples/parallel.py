@@ -152,8 +152,9 @@ def report_ranks(model: nn.Module, *numbers: float) -> str:
     mine = torch.cat([weights, weights.new_tensor(numbers)])
     everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
     dist.all_gather(everyone, mine)
-    same = all(torch.equal(mine, others) for others in everyone)
-    return f"{'the same' if same else 'other'} weights, loss scale and skips on {WORLD_SIZE} ranks"
+    if not all(torch.equal(mine, others) for others in everyone):
+        raise SystemExit(f"weights, loss scale or skips differ on {WORLD_SIZE} ranks")
+    return f"the same weights, loss scale and skips on {WORLD_SIZE} ranks"
 
 
 def main() -> None:

@@ -53,11 +53,9 @@ LEFT_OUT = (
     "tests/test_foreach.py::test_scale_and_axpby_over_a_mix",
     "tests/test_grad_clip.py::test_mixed_dtypes_layouts_and_missing_gradients",
     "tests/test_grad_clip.py::test_norm_and_gradients_are_torchs[dtype1",
-    # Averages over a million draws, which the emulation makes, and shares of threads of the CPU.
+    # Averages over a million draws, which the emulation makes.
     "tests/ops/test_state_types.py::test_rounding_is_right_on_average",
     "tests/optimizers/test_state_dtype.py::test_an_average_of_squares_shrinks_in_bf16",
-    "tests/optimizers/test_state_dtype.py::test_one_thread_and_four_have_the_same_bits",
-    "tests/optimizers/test_state_dtype.py::test_state_is_right_on_average",
     "tests/test_foreach.py::test_the_last_check_updates_the_scale_if_one_flag_knows_all",
 )
 
