@@ -293,7 +293,7 @@ class Frames:
         grads: dict[Tensor, Tensor | None] = {}
         arrived, before, unseen = [], [], []
         resolved = tensor_loops.all_resolved([grad for grad in map(grad_of, params) if grad is not None])
-        # By place, because two parameters may hold one gradient, which is scaled once. ``summed``: sums are there already.
+        # By place, because two parameters may hold one gradient, which is scaled once. ``summed``: sums already.
         alone: dict[Any, Tensor] = {}
         summed: set[Any] = set()
         for p in params:
