@@ -25,6 +25,7 @@ class AmpPrecision(Precision):
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
         self.opt_level, self.options = opt_level, options
         self._initialized: tuple[nn.Module, torch.device] | None = None
+        self._after_fit: dict[str, Any] = {}
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
@@ -50,7 +51,7 @@ class AmpPrecision(Precision):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return amp.state_dict(masters=True)
+        return amp.state_dict(masters=True) if self._initialized else self._after_fit
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         amp.load_state_dict(state_dict)
@@ -59,6 +60,8 @@ class AmpPrecision(Precision):
         if self._initialized is None:
             return
         (model, device), self._initialized = self._initialized, None
+        # For Trainer.save_checkpoint after fit. The model is in fp32 then, so the masters are its weights.
+        self._after_fit = amp.state_dict()
         model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
         amp.reset()
         model.cpu()
