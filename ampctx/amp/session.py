@@ -100,7 +100,6 @@ class AmpSession:
 
     # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
     watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
-    prints_apex_banner = False  # as apex's names do
 
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
@@ -290,8 +289,7 @@ class AmpSession:
         ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
-            apexs = verbosity > 1 or self.prints_apex_banner
-            print("\n".join(banner(opt_level, policy)) if apexs else f"ampctx: {summary(policy, scales)}")
+            print("\n".join(banner(opt_level, policy)) if verbosity > 1 else f"ampctx: {summary(policy, scales)}")
         # Makes all changes, and undoes them all if one fails.
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(model_list)
