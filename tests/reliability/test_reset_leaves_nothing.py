@@ -3,8 +3,8 @@
 import gc
 import itertools
 import math
-import sys
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -25,9 +25,10 @@ def tensors():
 
 
 def alive():
-    """How many containers are alive, and blocks of memory of any object."""
+    """How many objects that hold others are alive, and how many entries lists, dicts and sets have."""
     gc.collect()
-    return len(gc.get_objects()), sys.getallocatedblocks()
+    objects = gc.get_objects()
+    return len(objects), sum(len(o) for o in objects if issubclass(type(o), (list, dict, set, deque)))
 
 
 def surroundings():
@@ -100,7 +101,7 @@ def test_init_reset_rounds_leave_nothing(level, name):
     assert tensors() == count
     # What rounds leave grows in each quarter of them. What the process makes once, at any time, does not.
     for kind in zip(*counts, strict=True):
-        assert min(after - before for before, after in itertools.pairwise(kind)) < rounds // 4
+        assert min(after - before for before, after in itertools.pairwise(kind)) <= rounds // 8
     assert shape_of(model, optimizer) == shape
     assert surroundings() == around
 
