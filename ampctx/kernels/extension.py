@@ -203,7 +203,8 @@ def _required() -> str:
 
 def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
     """Registers the compiled kernels for the ops of ``namespace``; ``define`` defines these in another one. Without a
-    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both)."""
+    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both). A word
+    about CUDA waits for a CUDA tensor."""
     required = _required()
     try:
         library = _open(path)
@@ -222,6 +223,8 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         found.late = LateKernels(namespace, "cuda", problems, register, define, required)
     elif required == "cuda":
         raise ExtensionError(_REQUIRED.format(found.reason))
-    elif torch.version.cuda and not required:
-        _warn(" on CUDA", found.reason)
+    elif torch.version.cuda:
+        # No kernels at all, which the first CUDA tensor tells.
+        everywhere = {torch.device("cuda"): found.reason}
+        found.late = LateKernels(namespace, "cuda", lambda: everywhere, lambda _: None, define, required)
     return found
