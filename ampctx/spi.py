@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._decorators import names_arguments
 from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.options import BRIEFS, resolve
@@ -211,6 +212,7 @@ __all__ = [
     "map_leaves",
     "masters_in",
     "multiply",
+    "names_arguments",
     "norms",
     "only_amp_entry",
     "open_window",

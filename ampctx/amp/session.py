@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from ampctx._collectives import check_process_group, is_rank_zero
-from ampctx._decorators import outside_of_graphs, without_grad
+from ampctx._decorators import names_arguments, outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
@@ -158,6 +158,7 @@ class AmpSession:
     @overload
     def initialize(self, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
 
+    @names_arguments
     def initialize(
         self,
         models: nn.Module | list[Any],

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._decorators import without_grad
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
@@ -171,9 +171,10 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             cls._step_supports_amp_scaling = "given" in inspect.signature(cls.step).parameters
 
     def __init__(self, params: Any, given: Group) -> None:
-        for name in given["shared"]:
-            if name in self._refused or name not in SharedOptions.__optional_keys__:
-                raise AmpTypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
+        keywords = SharedOptions.__optional_keys__.difference(self._refused)
+        for name in given["shared"].keys() - keywords:
+            known = {*given, *keywords}.difference(self._refused, (name, "self", "__class__", "shared"))
+            raise unexpected(f"{type(self).__name__}.__init__", name, known)
         if given.get("amsgrad") and "amsgrad" not in self._defaults:
             raise AmpError(f"{type(self).__name__} does not support the AMSGrad variant. Use FusedAdam, which does.")
         options = {**_DEFAULTS, **given, **given["shared"]}

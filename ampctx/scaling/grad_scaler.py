@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group, is_distributed
+from ampctx._decorators import names_arguments
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError, warn
 from ampctx._saved import FORMAT, plain
 from ampctx.kernels import foreach
@@ -92,6 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         AmpTypeError, AmpValueError, AmpError: an invalid argument, by name.
     """
 
+    @names_arguments
     def __init__(
         self,
         device: str = "cuda",

@@ -470,6 +470,13 @@ def test_a_class_takes_or_refuses_the_shared_options(name, option):
         assert vars(optimizer).get(option, optimizer.param_groups[0].get(option)) == value
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_misspelt_argument_names_the_nearest(name):
+    for wrong, right in {"weight_deacy": "weight_decay", "writeback": "write_back"}.items():
+        with pytest.raises(AmpTypeError, match=rf"got an unexpected keyword argument '{wrong}'\. Did you mean {right}"):
+            BY_NAME[name](parameters(), **{wrong: 1.0})
+
+
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
 def test_unknown_arguments_of_step(name):
     with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampctx import AmpError, AmpSession, AmpValueError, amp
 from ampctx.amp import OPT_LEVELS, PrecisionPolicy
-from ampctx.spi import BRIEFS, resolve, session
+from ampctx.spi import BRIEFS, names_arguments, resolve, session
 
 # apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
 _BARE: Mapping[str, Any] = {
@@ -120,6 +120,7 @@ def _level(name: str) -> type[_Level]:
 O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 
 
+@names_arguments
 @functools.wraps(amp.initialize)
 def initialize(*args: Any, **options: Any) -> Any:
     call = inspect.signature(amp.initialize).bind(*args, **options)
