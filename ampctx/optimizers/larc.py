@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.kernels import reference_steps, steps
 from ampctx.kernels.foreach import FoundInf, PerDevice
@@ -47,7 +46,6 @@ class LARC:
         AmpError: it offloads, or has ``skip_norm_above``.
     """
 
-    @names_arguments
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
             raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")

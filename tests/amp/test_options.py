@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampctx import AmpError, AmpTypeError, AmpValueError, amp, optimizers
+from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.amp.options import BRIEFS, OPT_LEVELS, Options, PrecisionPolicy, banner, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -155,7 +155,6 @@ def test_bad_overrides_name_the_argument(level, overrides, error, message):
     [
         (amp.initialize, "keep_bn_fp32", "keep_fp32 or keep_batchnorm_fp32"),
         (amp.GradScaler, "growth_intervall", "growth_interval"),
-        (optimizers.LARC, "trust_coeficient", "trust_coefficient"),
     ],
 )
 def test_a_misspelt_argument_names_the_nearest(call, misspelt, nearest):
