@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._collectives import is_rank_zero
 from ampctx._decorators import names_arguments
 from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
@@ -209,6 +210,7 @@ __all__ = [
     "found_in",
     "in_block",
     "is_deferred",
+    "is_rank_zero",
     "map_leaves",
     "masters_in",
     "multiply",

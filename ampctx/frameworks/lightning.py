@@ -23,9 +23,8 @@ class AmpPrecision(Precision):
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
-        self.opt_level, self.options = opt_level, options
+        self.opt_level, self.options, self._after_fit = opt_level, options, dict[str, Any]()
         self._initialized: tuple[nn.Module, torch.device] | None = None
-        self._after_fit: dict[str, Any] = {}
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         plain = model.module if isinstance(model, DistributedDataParallel) else model
@@ -57,14 +56,12 @@ class AmpPrecision(Precision):
         amp.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        if self._initialized is None:
-            return
-        (model, device), self._initialized = self._initialized, None
-        # For Trainer.save_checkpoint after fit. The model is in fp32 then, so the masters are its weights.
-        self._after_fit = amp.state_dict()
-        model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
-        amp.reset()
-        model.cpu()
+        if self._initialized is not None:
+            (model, device), self._initialized = self._initialized, None
+            self._after_fit = amp.state_dict()  # for save_checkpoint then, when masters are the model's weights
+            model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
+            amp.reset()
+            model.cpu()
 
 
 class AmpFabric(Fabric):

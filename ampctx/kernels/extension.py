@@ -203,8 +203,7 @@ def _required() -> str:
 
 def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
     """Registers the compiled kernels for the ops of ``namespace``; ``define`` defines these in another one. Without a
-    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both). A word
-    about CUDA waits for a CUDA tensor."""
+    usable library it warns, or raises ExtensionError where AMPCTX_REQUIRE_EXTENSION is 1, cpu, or cuda (both)."""
     required = _required()
     try:
         library = _open(path)
@@ -217,14 +216,12 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         _warn("", str(error))
         return Extension(False, reason=str(error))
     found.reason = _why_no_cuda(build)
+    rest = partial(_register, library, "cuda"), define, required
     if not found.reason:
         found.backends += ("cuda",)
-        problems, register = partial(_problems_of_gpus, build), partial(_register, library, "cuda")
-        found.late = LateKernels(namespace, "cuda", problems, register, define, required)
+        found.late = LateKernels(namespace, "cuda", partial(_problems_of_gpus, build), *rest)
     elif required == "cuda":
         raise ExtensionError(_REQUIRED.format(found.reason))
     elif torch.version.cuda:
-        # No kernels at all, which the first CUDA tensor tells.
-        everywhere = {torch.device("cuda"): found.reason}
-        found.late = LateKernels(namespace, "cuda", lambda: everywhere, lambda _: None, define, required)
+        found.late = LateKernels(namespace, "cuda", lambda: {torch.device("cuda"): found.reason}, *rest)
     return found

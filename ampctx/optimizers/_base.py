@@ -337,7 +337,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
         """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
         With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
@@ -346,6 +346,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         Args:
             closure: evaluates the model, with gradients enabled. None by default.
             given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
+            kwargs: ``grad_scaler=``, as in code for apex. That scaler steps after the closure, which scales its loss.
+                Step hooks then run twice.
 
         Returns:
             The result of the closure, else None.
@@ -356,7 +358,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
-        return self._step(closure, given)
+        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
 
     @without_grad
     def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:

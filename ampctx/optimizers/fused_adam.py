@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,6 @@ from ampctx._errors import AmpValueError
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, MasterWeights
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag
-from ampctx.weights.step import Given
 
 
 class FusedAdam(FusedOptimizer):
@@ -54,14 +52,6 @@ class FusedAdam(FusedOptimizer):
         super()._adapt_checkpoint(group)
         ours = bool(self.adam_w_mode)
         compare_decay(group, ours, f"FusedAdam has adam_w_mode={ours}", f"Pass adam_w_mode={not ours}")
-
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
-        """Steps like ``FusedOptimizer.step``. No host sync.
-
-        With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
-        scale its loss with that scaler. Step hooks then run twice.
-        """
-        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:

@@ -182,7 +182,6 @@ class TestLightning:
             resumed = Module()
             fit(resumed, data, AmpPrecision(level, verbosity=0), path=path, max_epochs=2)
             assert_trained(resumed.after, whole.after)
-            assert resumed.scales[-1]["loss_scaler0"] == whole.scales[-1]["loss_scaler0"], path.name
 
     def test_our_scaler_in_its_own_mixed_precision(self):
         scaler = ampctx.GradScaler("cpu", init_scale=2.0**10)

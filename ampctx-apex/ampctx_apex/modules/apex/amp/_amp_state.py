@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableSequence
 from typing import Any
 
-import torch
-
 from ampctx import AmpError, AmpTypeError, spi
-from ampctx.spi import LossScale, session
+from ampctx.spi import LossScale, is_rank_zero, session
 
 from .frontend import LiveOptions, Properties
 from .handle import Handle
@@ -42,9 +40,6 @@ class _LossScalers(MutableSequence):
 
     def insert(self, i: int, value: LossScaler) -> None:
         session.loss_scales[i:i] = self._scales([value])
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 class AmpState:
@@ -105,14 +100,9 @@ def warn_or_err(msg: str) -> None:
     raise AmpError(msg)
 
 
-def _rank() -> int:
-    dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
-    if session.verbosity > 0 and not (rank0 and _rank()):
+    if session.verbosity > 0 and (is_rank_zero() or not rank0):
         print(msg)
 
 

@@ -75,11 +75,7 @@ class Properties:
         self.__dict__["options"] = dict(_BARE) if options is None else options
 
     def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
-        """Assigns several options, unchecked.
-
-        Raises:
-            AmpValueError: a name that is no option. Nothing has changed then.
-        """
+        """Assigns several options, unchecked. AmpValueError for a name that is no option, before anything changes."""
         pairs = dict(new_options)
         if unknown := sorted(pairs.keys() - self.options.keys()):
             raise AmpValueError(f"Tried to set unexpected option {unknown[0]}")
@@ -125,8 +121,7 @@ O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 def initialize(*args: Any, **options: Any) -> Any:
     call = inspect.signature(amp.initialize).bind(*args, **options)
     verbosity = call.arguments.get("verbosity", 1)
-    # apex prints its banner from 1 on, ampctx from 2 on.
-    call.arguments["verbosity"] = 2 if verbosity == 1 else verbosity
+    call.arguments["verbosity"] = 2 if verbosity == 1 else verbosity  # from which ampctx prints apex's banner
     found = amp.initialize(*call.args, **call.kwargs)
     session.verbosity = verbosity
     return found
