@@ -41,10 +41,12 @@ class _LossScalers(MutableSequence):
     def insert(self, i: int, value: LossScaler) -> None:
         session.loss_scales[i:i] = self._scales([value])
 
+    def __repr__(self) -> str:
+        return repr(list(self))
+
 
 class AmpState:
-    """apex's global state: the results of ``amp.initialize``, and settings that clients assign. Other attributes can be
-    set freely."""
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign, with any others."""
 
     def __init__(self) -> None:
         self._properties: Properties | None = None
@@ -85,9 +87,7 @@ class AmpState:
         autocast = spi.active_casts()
         if autocast is None:
             self._handle = None
-            raise AttributeError(
-                "_amp_state has no handle: neither amp.init nor an opt_level O1 or O4 switched on casts"
-            )
+            raise AttributeError("_amp_state has no handle: neither amp.init nor opt_level O1 or O4 switched on casts")
         if self._handle is None or self._handle.autocast is not autocast:
             self._handle = Handle(autocast)
         return self._handle
