@@ -114,22 +114,34 @@ def _lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def explain(text: str) -> str:
-    """The section of docs/errors.md whose heading or quoted messages have most words of a text; empty if none fits."""
+def explain(text: str) -> tuple[bool, str]:
+    """True and the section of docs/errors.md for a message, words of one, or a page that one names; else False and the
+    three nearest headings. A heading wins over a quoted message with as many of the words."""
+    page = Path(__file__).with_name("errors.md").read_text("utf-8")
+    sections = re.findall(r"^## (.*?)\s*(?=^## |\Z)", page, flags=re.M | re.S)
+    heads = {section.partition("\n")[0]: section for section in sections}
+    anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-"): head for head in heads}
 
     def words(message: str) -> set[str]:
         return set(re.findall(r"\w+", message.lower().replace("bfloat16", "half")))
 
-    def fits(section: str) -> int:
-        quoted = [section.partition("\n")[0], *re.findall(r"`([^`]+)`", section)]
-        common = [(len(known & wanted), min(len(known), len(wanted))) for known in map(words, quoted)]
-        return max((n for n, most in common if n >= 0.8 * most and n >= min(3, len(wanted))), default=0)
+    def fit(head: str) -> tuple[float, float]:
+        quoted = [(words(q), 0.0) for q in re.findall(r"`([^`]+)`", heads[head])]
+        common = [(len(q & wanted), more, min(len(q), len(wanted))) for q, more in [(words(head), 0.5), *quoted]]
+        most = max((n + more for n, more, of in common if n >= 0.8 * of and n >= min(3, len(wanted)) > 0), default=0)
+        return most, common[0][0] / len(words(head))
 
-    wanted = words(text)
-    page = Path(__file__).with_name("errors.md").read_text("utf-8")
-    sections = re.findall(r"^## (.*?)(?=^## |\Z)", page, flags=re.M | re.S)
-    best = max(sections, key=fits)
-    return best.strip() if wanted and fits(best) else ""
+    def link(found: re.Match[str]) -> str:  # a wheel has no pages, but the other sections
+        head = anchors.get(found[2].removeprefix("#"))
+        return f'{found[1]} (ampctx explain "{head}")' if head else found[1]
+
+    file, anchor = re.findall(r"docs/([\w/]+\.md)#?([\w-]*)|$", text)[0]
+    wanted = words(anchors.get(anchor, text))
+    linking = [head for head in heads if file and f"({file}" in heads[head]]
+    best = sorted(heads, key=lambda head: (head in linking[:1], *fit(head)), reverse=True)[:3]
+    if linking or fit(best[0])[0]:
+        return True, re.sub(r"\[([^\]]+)\]\(([^)]+)\)", link, heads[best[0]])
+    return False, "\n".join(f'  ampctx explain "{head}"' for head in best)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
     info_parser.add_argument("--test", action="store_true", help="compare ops with plain torch; exits 1 if they differ")
     info_parser.add_argument("--device", help="of --test, such as cuda:1; default: cuda where there is a GPU, else cpu")
-    explain_parser = commands.add_parser("explain", help="print what docs/errors.md says about an error message")
+    explain_parser = commands.add_parser("explain", help="print what is known about a message")
     explain_parser.add_argument("text", nargs="+", help="the message, or a part of it")
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["run"], ["migrate"]):
@@ -150,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments = parser.parse_args(words)
     if arguments.command == "explain":
-        found = explain(" ".join(arguments.text))
-        _print(found or "docs/errors.md has no section about this message")
-        return 0 if found else 1
+        is_known, found = explain(" ".join(arguments.text))
+        _print(found if is_known else f"No section about this message. The nearest:\n{found}")
+        return 0 if is_known else 1
     if problem := why_no_torch():
         print(problem, file=sys.stderr)
         return 1

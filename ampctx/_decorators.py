@@ -1,12 +1,15 @@
-"""Decorators of functions that run beside the user's model: out of compiled graphs, and without autograd."""
+"""Decorators of functions that run beside the user's model: out of compiled graphs, without autograd, helpful."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+
+from ampctx._errors import unexpected
 
 F = TypeVar("F", bound=Callable)
 # Private: what torch.set_grad_enabled calls, which makes an object besides. dynamo knows both.
@@ -42,5 +45,19 @@ def without_grad(fn: F) -> F:
             return fn(*args, **kwargs)
         finally:
             _set_grad_enabled(True)
+
+    return cast(F, wrapper)
+
+
+def names_arguments(fn: F) -> F:
+    """Decorates ``fn``: AmpTypeError for an unknown keyword names the nearest arguments."""
+    known = inspect.signature(fn).parameters
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise unexpected(fn.__qualname__, name, known)
+        return fn(*args, **kwargs)
 
     return cast(F, wrapper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,13 @@ class AmpError(RuntimeError):
 
 class AmpTypeError(AmpError, TypeError):
     """An argument has the wrong type."""
+
+
+def unexpected(call: str, name: str, known: Iterable[str]) -> AmpTypeError:
+    """The error for a keyword that a call does not take, with the nearest that it takes."""
+    near = difflib.get_close_matches(name, sorted(known), 2)
+    hint = f". Did you mean {' or '.join(near)}?" if near else ""
+    return AmpTypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
 
 
 class AmpValueError(AmpError, ValueError):

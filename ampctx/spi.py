@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._collectives import is_rank_zero
+from ampctx._decorators import names_arguments
 from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.options import BRIEFS, resolve
@@ -208,9 +210,11 @@ __all__ = [
     "found_in",
     "in_block",
     "is_deferred",
+    "is_rank_zero",
     "map_leaves",
     "masters_in",
     "multiply",
+    "names_arguments",
     "norms",
     "only_amp_entry",
     "open_window",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 import warnings
@@ -14,7 +15,7 @@ from torch import nn
 
 import ampctx
 from ampctx import amp
-from ampctx.__main__ import main
+from ampctx.__main__ import explain, main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
 HEADINGS = re.findall(r"^## (.*)$", PAGE, flags=re.M)
@@ -237,6 +238,37 @@ def stepped_past_the_masters():
         optimizer.step()
 
 
+def skipped_without_amp():
+    model = nn.Linear(4, 2)
+    optimizer = ampctx.optimizers.FusedSGD(model.parameters(), lr=0.1, skip_nonfinite=True)
+    model(X * float("inf")).sum().backward()
+    optimizer.step()
+    assert optimizer.outcome.skipped
+
+
+def stepped_inside_the_block():
+    model, optimizer = training()
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+
+
+def masters_rounded_off():
+    model, optimizer = training("O2")
+    model.load_state_dict({name: p.detach().float() for name, p in model.named_parameters()})
+    amp.load_state_dict(amp.state_dict())
+    backward(model, optimizer)
+
+
+def average_of_a_16_bit_model():
+    model, optimizer = training("O2")
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(2):
+        backward(model, optimizer, 1e-3)
+        optimizer.step()
+        average.update_parameters(model)
+
+
 class Masks(nn.Linear):
     def forward(self, x):
         return super().forward(x).masked_fill(torch.eye(8, 2) > 0, -1e9)
@@ -308,6 +340,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("The source state dict is empty", state_of_a_disabled_scaler),
     ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),
     ("Unexpected optimization level '02'", zero_for_the_letter),
+    ("steps skipped so far, for inf, nan or a large norm of gradients", skipped_without_amp),
+    ("was called inside a scale_loss block", stepped_inside_the_block),
+    ("the checkpoint has no fp32 master weights", masters_rounded_off),
+    ("An average in 16 bits loses small changes", average_of_a_16_bit_model),
 ]
 
 
@@ -350,9 +386,48 @@ def test_explain_prints_the_section_of_a_message(message, capsys):
     assert message in capsys.readouterr().out
 
 
+def logged_texts():
+    """All that ampctx warns of and logs, with x for what differs."""
+    for path in sorted(Path(ampctx.__file__).parent.rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if re.fullmatch(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)", ast.unparse(call.func)):
+                text = max(map(ast.unparse, call.args), key=len)  # beside names and kinds
+                if re.match("f?['\"]", text) and "torch deprecated" not in text:
+                    yield re.sub(r"\{[^}]*\}|%[sd]", "x", text)
+
+
+def test_explain_knows_every_text_that_ampctx_logs():
+    texts = [*logged_texts()]
+    assert len(texts) > 25
+    assert [text for text in texts if not explain(text)[0]] == []
+
+
+WORDS = {
+    "overflow": "Gradient overflow",
+    "loss is nan": "The loss scale goes to 0",
+    "ampctx: a few skipped steps are normal. The loss scale starts high": "Gradient overflow",
+    "amp.load_state_dict was called before amp.initialize": "Invoked",
+    "See docs/errors.md#has-left-scaled-gradients-in.": "has left scaled gradients in",
+    "docs/guide/skip_bad_steps.md": "steps skipped so far",
+    "out of memory": "ampctx: out of memory",
+    "mat1 and mat2 must have the same dtype, but got Float and Half": "expected scalar type Half",
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_explain_finds_what_users_type(text):
+    is_known, found = explain(text)
+    assert is_known
+    assert found.startswith(WORDS[text])
+    assert "](" not in found, "pages are not in a wheel"
+
+
 def test_explain_takes_words_in_any_order_and_says_what_it_does_not_know(capsys):
     assert main(["explain", "expected", "scalar", "type", "Float", "but", "found", "BFloat16"]) == 0
     assert capsys.readouterr().out.startswith("expected scalar type Half but found Float")
     for text in ("an illegal memory access was encountered", ""):
         assert main(["explain", text]) == 1, text
-    assert "no section about this message" in capsys.readouterr().out
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "No section about this message. The nearest:"
+        assert {line.split('"')[1] for line in lines[1:]} < set(HEADINGS)
+        assert len(lines) == 4

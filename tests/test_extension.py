@@ -133,14 +133,19 @@ sys.argv[1:] = []
 from ampctx.__main__ import main
 main([])
 """
+# Last, what the first CUDA tensor asks.
+THEN_A_TENSOR = """
+print("nothing so far", file=sys.stderr)
+print(found.serves("cuda") or found.serves("cuda"))
+"""
 
 
-def import_with_driver(folder, version, required=""):
+def import_with_driver(folder, version, required="", code=WITH_CUDA):
     """Imports ampctx where libcuda.so.1 is that of a driver for this CUDA."""
     (folder / "driver.cpp").write_text(DRIVER)
     flags = ["-shared", "-fPIC", f"-DVERSION={version}", "-o", str(folder / "libcuda.so.1")]
     subprocess.run([os.environ.get("CXX", "g++"), str(folder / "driver.cpp"), *flags], check=True)
-    return started(WITH_CUDA, LD_LIBRARY_PATH=str(folder), AMPCTX_REQUIRE_EXTENSION=required)
+    return started(code, LD_LIBRARY_PATH=str(folder), AMPCTX_REQUIRE_EXTENSION=required)
 
 
 @pytest.fixture
@@ -155,7 +160,7 @@ def toolkit():
 
 def test_a_driver_that_is_too_old_leaves_cuda_to_plain_torch(tmp_path, toolkit):
     major = int(toolkit.partition(".")[0])
-    result = import_with_driver(tmp_path, 1000 * (major - 1) + 80)
+    result = import_with_driver(tmp_path, 1000 * (major - 1) + 80, code=WITH_CUDA + THEN_A_TENSOR)
     assert result.returncode == 0, result.stderr
     reason = f"the CUDA kernels were built with CUDA {toolkit}, which needs driver"
     lines = result.stdout.splitlines()
@@ -164,8 +169,22 @@ def test_a_driver_that_is_too_old_leaves_cuda_to_plain_torch(tmp_path, toolkit):
     assert lines[1].endswith(f"rebuild with CUDA {major - 1}")
     assert f"driver     serves CUDA {major - 1}.8" in lines
     assert f" not in use: {lines[1]}" in re.sub(r"\s+", " ", result.stdout), "over several lines of 80 columns"
+    assert_told_at_the_first_cuda_tensor(result, reason)
+
+
+def assert_told_at_the_first_cuda_tensor(result, reason):
+    assert result.stderr.startswith("nothing so far\n")
     assert result.stderr.count("RuntimeWarning") == 1
     assert f"RuntimeWarning: ampctx runs on plain torch on CUDA, slower: {reason}" in result.stderr
+
+
+@pytest.mark.skipif(bool(ops.extension.build.get("cuda")), reason="built with nvcc")
+def test_a_torch_for_cuda_and_a_build_without_it_say_nothing_before_the_first_cuda_tensor():
+    """Login nodes, CI and data workers have no GPU."""
+    result = started(WITH_CUDA + THEN_A_TENSOR)
+    assert result.stdout.startswith("('cpu',) [2.0, 2.0, 2.0]\nbuilt without nvcc"), result.stderr
+    assert result.stdout.endswith("False\n")
+    assert_told_at_the_first_cuda_tensor(result, "built without nvcc: install the CUDA toolkit")
 
 
 @pytest.mark.full

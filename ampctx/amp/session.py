@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from ampctx._collectives import check_process_group, is_rank_zero
-from ampctx._decorators import outside_of_graphs, without_grad
+from ampctx._decorators import names_arguments, outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
@@ -100,7 +100,6 @@ class AmpSession:
 
     # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
     watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
-    prints_apex_banner = False  # as apex's names do
 
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
@@ -159,6 +158,7 @@ class AmpSession:
     @overload
     def initialize(self, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
 
+    @names_arguments
     def initialize(
         self,
         models: nn.Module | list[Any],
@@ -290,8 +290,7 @@ class AmpSession:
         ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
-            apexs = verbosity > 1 or self.prints_apex_banner
-            print("\n".join(banner(opt_level, policy)) if apexs else f"ampctx: {summary(policy, scales)}")
+            print("\n".join(banner(opt_level, policy)) if verbosity > 1 else f"ampctx: {summary(policy, scales)}")
         # Makes all changes, and undoes them all if one fails.
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(model_list)

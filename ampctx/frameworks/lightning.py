@@ -23,7 +23,7 @@ class AmpPrecision(Precision):
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
-        self.opt_level, self.options = opt_level, options
+        self.opt_level, self.options, self._after_fit = opt_level, options, dict[str, Any]()
         self._initialized: tuple[nn.Module, torch.device] | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
@@ -50,18 +50,18 @@ class AmpPrecision(Precision):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return amp.state_dict(masters=True)
+        return amp.state_dict(masters=True) if self._initialized else self._after_fit
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         amp.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        if self._initialized is None:
-            return
-        (model, device), self._initialized = self._initialized, None
-        model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
-        amp.reset()
-        model.cpu()
+        if self._initialized is not None:
+            (model, device), self._initialized = self._initialized, None
+            self._after_fit = amp.state_dict()  # for save_checkpoint then, when masters are the model's weights
+            model.to(device)  # where the masters are: Lightning has moved the model to the CPU by now
+            amp.reset()
+            model.cpu()
 
 
 class AmpFabric(Fabric):

@@ -218,12 +218,12 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         _warn("", str(error))
         return Extension(False, reason=str(error))
     found.reason = _why_no_cuda(build)
+    rest = partial(_register, library, "cuda"), define, required
     if not found.reason:
         found.backends += ("cuda",)
-        problems, register = partial(_problems_of_gpus, build), partial(_register, library, "cuda")
-        found.late = LateKernels(namespace, "cuda", problems, register, define, required)
+        found.late = LateKernels(namespace, "cuda", partial(_problems_of_gpus, build), *rest)
     elif required == "cuda":
         raise ExtensionError(_REQUIRED.format(found.reason))
-    elif torch.version.cuda and not required:
-        _warn(" on CUDA", found.reason)
+    elif torch.version.cuda:
+        found.late = LateKernels(namespace, "cuda", lambda: {torch.device("cuda"): found.reason}, *rest)
     return found

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._decorators import without_grad
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
@@ -171,9 +171,10 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             cls._step_supports_amp_scaling = "given" in inspect.signature(cls.step).parameters
 
     def __init__(self, params: Any, given: Group) -> None:
-        for name in given["shared"]:
-            if name in self._refused or name not in SharedOptions.__optional_keys__:
-                raise AmpTypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
+        keywords = SharedOptions.__optional_keys__.difference(self._refused)
+        for name in given["shared"].keys() - keywords:
+            known = {*given, *keywords}.difference(self._refused, (name, "self", "__class__", "shared"))
+            raise unexpected(f"{type(self).__name__}.__init__", name, known)
         if given.get("amsgrad") and "amsgrad" not in self._defaults:
             raise AmpError(f"{type(self).__name__} does not support the AMSGrad variant. Use FusedAdam, which does.")
         options = {**_DEFAULTS, **given, **given["shared"]}
@@ -336,7 +337,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
         """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
         With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
@@ -345,6 +346,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         Args:
             closure: evaluates the model, with gradients enabled. None by default.
             given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
+            kwargs: ``grad_scaler=``, as in code for apex. That scaler steps after the closure, which scales its loss.
+                Step hooks then run twice.
 
         Returns:
             The result of the closure, else None.
@@ -355,7 +358,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
-        return self._step(closure, given)
+        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
 
     @without_grad
     def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:

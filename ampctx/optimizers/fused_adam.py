@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpValueError
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, MasterWeights
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag
-from ampctx.weights.step import Given
-
-# Options that apex's class had until 2019.
-_FORMER_OPTIONS = {"max_grad_norm": "call ampctx.clip_grad_norm_ before step()"}
-_FORMER_OPTIONS |= dict.fromkeys(("use_mt", "eps_inside_sqrt", "amp_scale_adjustment"), "leave it out")
-# Arguments of ``step`` in old versions of apex, in their order.
-_OLD_ARGUMENTS = {
-    "grads": "put the gradients into .grad of the parameters",
-    "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
-    "scale": "set optimizer.grad_scale, or step through a GradScaler",
-    "grad_norms": "call ampctx.clip_grad_norm_ before step()",
-}
 
 
 class FusedAdam(FusedOptimizer):
@@ -58,11 +45,6 @@ class FusedAdam(FusedOptimizer):
         master_weights: MasterWeights = False,
         **shared: Unpack[CommonOptions],
     ) -> None:
-        for name in shared.keys() & _FORMER_OPTIONS.keys():
-            raise AmpTypeError(
-                f"FusedAdam.__init__() got an unexpected keyword argument {name!r}: {_FORMER_OPTIONS[name]}. "
-                "apex.contrib.optimizers.FusedAdam is the class that had it."
-            )
         self.adam_w_mode = 1 if adam_w_mode else 0
         super().__init__(params, locals())
 
@@ -70,31 +52,6 @@ class FusedAdam(FusedOptimizer):
         super()._adapt_checkpoint(group)
         ours = bool(self.adam_w_mode)
         compare_decay(group, ours, f"FusedAdam has adam_w_mode={ours}", f"Pass adam_w_mode={not ours}")
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-        *,
-        given: Given = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Steps like ``FusedOptimizer.step``. No host sync.
-
-        With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
-        scale its loss with that scaler. Step hooks then run twice.
-
-        Raises:
-            AmpError: grads, output_params, scale or grad_norms was passed; apex refuses them, too.
-        """
-        if not grads is output_params is scale is grad_norms is None:
-            old = (grads, output_params, scale, grad_norms)
-            name = next(n for n, value in zip(_OLD_ARGUMENTS, old, strict=True) if value is not None)
-            raise AmpError(f"step() does not take {name} any more: {_OLD_ARGUMENTS[name]}.")
-        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:

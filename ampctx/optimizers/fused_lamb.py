@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
 from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Scaling, Work
-from ampctx.weights.step import Given
 
 
 class FusedLAMB(FusedOptimizer):
@@ -143,14 +141,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
         """apex's name for ``param_groups_master``."""
         return self.param_groups_master
-
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
-        """Steps like ``FusedOptimizer.step``. No host sync.
-
-        With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
-        scale its loss with that scaler. Step hooks then run twice.
-        """
-        return self._step_by(closure, given, **kwargs)
 
     @property
     def _master_dtypes(self) -> tuple[torch.dtype, ...]:

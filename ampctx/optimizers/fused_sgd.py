@@ -56,9 +56,9 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
         super().__init__(params, locals())
 
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
         """Steps like ``FusedOptimizer.step``, with gradients divided by ``most_recent_scale``. No host sync."""
-        loss = self._step(closure, given)
+        loss = self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss

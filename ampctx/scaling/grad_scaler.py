@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdRef
 
 from ampctx._collectives import check_process_group, is_distributed
+from ampctx._decorators import names_arguments
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError, warn
 from ampctx._saved import FORMAT, plain
 from ampctx.kernels import foreach
@@ -92,6 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         AmpTypeError, AmpValueError, AmpError: an invalid argument, by name.
     """
 
+    @names_arguments
     def __init__(
         self,
         device: str = "cuda",
@@ -112,10 +114,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}.")
         device = torch.device(device).type
         if enabled and device == "cuda" and not torch.cuda.is_available():
-            warn(
-                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale on the CPU. "
-                "See docs/errors.md#gradscaler-is-enabled-but-cuda-is-not-available."
-            )
+            warn("GradScaler is enabled, but CUDA is not available. Disabling. Pass 'cpu': ampctx explain GradScaler")
             enabled = False
         self._loss_scale: Any = None  # a LossScale, if enabled
         self._recording: tuple[int | None, int] = (None, 0)  # of StepRecord

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.amp.options import BRIEFS, OPT_LEVELS, Options, PrecisionPolicy, banner, resolve
+from ampctx.amp.options import BRIEFS, OPT_LEVELS, Options, PrecisionPolicy, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -150,14 +150,13 @@ def test_bad_overrides_name_the_argument(level, overrides, error, message):
     assert isinstance(caught.value, RuntimeError)
 
 
-BRIEF = {
-    "O0": "Pure FP32 training.",
-    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "Pure FP16 training.",
-    "O4": "Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-}
+def test_a_misspelt_argument_names_the_nearest():
+    for call, misspelt, nearest in (
+        (amp.initialize, "keep_bn_fp32", "keep_fp32 or keep_batchnorm_fp32"),
+        (amp.GradScaler, "growth_intervall", "growth_interval"),
+    ):
+        with pytest.raises(AmpTypeError, match=rf"keyword argument '{misspelt}'\. Did you mean {nearest}"):
+            call(torch.nn.Linear(2, 2), **{misspelt: True})
 
 
 def test_banner_in_full(session, capsys):
@@ -185,15 +184,6 @@ def test_banner_in_full(session, capsys):
         "master_weights         : True",
         "loss_scale             : 128.0",
     ]
-
-
-@pytest.mark.parametrize("level", TABLE)
-def test_banner_begins_with_the_brief(level):
-    lines = banner(level, resolve(level))
-    assert lines[0] == f"Selected optimization level {level}:  {BRIEF[level]}"
-    # An empty line follows at all levels but O3, as in apex.
-    assert lines[1] == ("Defaults for this optimization level are:" if level == "O3" else "")
-    assert ("patch_torch_functions_type : torch.bfloat16" in lines) is (level == "O4")
 
 
 # --- docs/options.md --------------------------------------------------------------------------------------------------

@@ -81,6 +81,6 @@ class Environment:
         hidden = ("AMPCTX_APEX", "PYTHONPATH")
         environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"} | variables
         command = [self.python, "-W", "error", *map(str, arguments)]
-        done = subprocess.run(command, env=environment, cwd=cwd or "/", capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, cwd=cwd or "/", capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stderr if code else done.stdout

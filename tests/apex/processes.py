@@ -14,7 +14,7 @@ def python(*arguments, cwd=None, stdin=None, **environment):
     env = {k: v for k, v in os.environ.items() if k != "AMPCTX_APEX"}
     env |= {"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, "-W", "error", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=600)
 
 
 def output(*arguments, **options):

@@ -116,18 +116,6 @@ def test_is_active_can_be_set(made_by):
     assert decorated(HALF) == torch.float32
 
 
-def test_disable_casts():
-    amp.initialize(Probe(), opt_level="O1", verbosity=0)
-    handle = _amp_state.handle
-    with amp.disable_casts():
-        with amp.disable_casts():
-            assert not handle.is_active()
-        assert dtype_of_mm() == torch.float32
-    with pytest.raises(ValueError, match="mine"), amp.disable_casts():
-        raise ValueError("mine")
-    assert (handle.is_active(), dtype_of_mm()) == (True, torch.float16)
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_deactivate_the_casts_of_a_level(level):
     model = torch.nn.Linear(2, 2)

@@ -47,10 +47,15 @@ def test_disabled_leaves_no_scales():
     assert not hasattr(_amp_state, "loss_scalers")
 
 
-def test_initialize_prints_apexs_banner_where_apexs_names_are(capsys):
-    """Without them: test_run.py."""
-    amp.initialize(Probe(), opt_level="O3")
-    assert capsys.readouterr().out.startswith("Selected optimization level O3:  Pure FP16 training.\nDefaults for this")
+def test_apexs_initialize_prints_apexs_banner_and_ampctxs_one_line(capsys):
+    """Whoever has imported apex: a library may have."""
+    for positional in ([], [None, True, "O3", None, None, None, None, None, None, 1, 1]):
+        amp.initialize(Probe(), *positional, **({} if positional else {"opt_level": "O3"}))
+        assert _amp_state.verbosity == 1
+        told = capsys.readouterr().out
+        assert told.startswith("Selected optimization level O3:  Pure FP16 training.\nDefaults for this")
+    ampctx.amp.initialize(Probe(), opt_level="O3")
+    assert capsys.readouterr().out == "ampctx: O3: float16 model, no masters, loss scale 1\n"
 
 
 def test_verbosity_both_ways(capsys):

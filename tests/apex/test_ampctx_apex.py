@@ -101,7 +101,7 @@ main("O1")
 amp._amp_state.loss_scalers  # apex's private state
 main("O2")
 print(pickle.loads(pickle.dumps(amp.scaler.LossScaler)) is amp.scaler.LossScaler)
-print(version, apex.__version__, type(amp.initialize.__self__).__name__)
+print(version, apex.__version__, type(amp.scale_loss.__self__).__name__)
 print(DistributedDataParallel.__module__, amp_C.__name__, apex_C.__name__, sys.argv[1:])
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import subprocess
 import sys
@@ -237,59 +236,6 @@ def test_models_have_their_sizes(name, tensors, elements):
     assert (len(found), sum(map(math.prod, found))) == (tensors, elements)
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        (tail, "--rounds 1", "--rounds: 1 is too few"),
-        (tail, "--csv no/such/folder/tail.csv", "--csv: there is no directory"),
-        (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
-        (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
-        (tail, "--optimizer FusedSGD --against optimi", "--against: optimi stands beside FusedAdam alone"),
-        (tail, "--against torch-fused,torch-fused", "names one of them twice"),
-        (tail, "--against apex", "--against: apex with its compiled amp_C is not installed here"),
-        (
-            ops,
-            "--against te",
-            "--against: transformer_engine with its compiled transformer_engine_torch is not installed",
-        ),
-        (tail, "--optimizer LARC --against torch-default", "--against: torch has no LARC"),
-        (ops, "--optimizer FusedAdam,Lion", "--optimizer: 'Lion' is none of FusedAdam"),
-        (host, "--tensors 0", "--tensors: 0 tensors are none"),
-        (host, "--tensors few", "--tensors: invalid tensor_counts value: 'few'"),
-        (loop, "--opt-level O3", "--opt-level: 'O3' is none of O0, O1, O2, O4, O5, O5-split"),
-        (loop, "--optimizer LARC", "--opt-level: O5-split is not for LARC"),
-    ],
-)
-def test_bad_arguments_are_refused(script, arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        script.main(arguments.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_package_is_named_with_its_installation(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "optimi", None)  # which find_spec takes for missing
-    with pytest.raises(SystemExit):
-        tail.main(["--against", "optimi"])
-    message = "--against: torch-optimi is not installed here: pip install --no-deps torch-optimi"
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_missing_gpu_is_named(capsys):
-    with pytest.raises(SystemExit):
-        tail.main(["--device", "cuda"])
-    assert "--device: cuda was asked for and torch finds no CUDA device here" in capsys.readouterr().err
-
-
-def test_the_command_of_a_report_runs_again(tmp_path, capsys):
-    run(tail, tmp_path, "--model", "digits", "--rounds", 2, "--clip")
-    command = capsys.readouterr().out.splitlines()[0]
-    tail.main(command.split()[2:])
-    assert command == "python benchmarks/tail.py --rounds 2 --model digits --clip"
-    assert capsys.readouterr().out.splitlines()[0] == command
-
-
 @pytest.mark.full
 def test_resume_compares_a_killed_run_with_the_whole_one(monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -298,18 +244,9 @@ def test_resume_compares_a_killed_run_with_the_whole_one(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"| {side} | bit for bit | bit for bit |"
 
 
-def test_resume_says_how_far_states_are_apart():
-    expected = {0: {"step": 2, "exp_avg": torch.tensor([1.0, 2.0, 3.0])}}
-    assert resume.differences(copy.deepcopy(expected), expected) == "bit for bit"
-    moved = {0: {"step": 2, "exp_avg": torch.tensor([1.0, 2.5, 3.0])}}
-    assert resume.differences(moved, expected) == "25.0% differ, by up to 5.0e-01"
-    for other in ({0: {"step": 2}}, {0: {"step": 2, "exp_avg": torch.ones(3).bfloat16()}}):
-        assert resume.differences(other, expected) == "other dtypes or names: /0/exp_avg"
-
-
 def test_split_is_exact_on_some_patterns():
     command = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "split_exact.py"), "--every", "4099"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{-(-(1 << 32) // 4099)} patterns came back")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 import textwrap
@@ -24,7 +25,7 @@ FACTS = {"commit": "c" * 40, "changed": "", "torch": torch.__version__, "gpu": N
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    return Check(tmp_path / "gpu-check.json", FACTS, 60.0, "the test")
+    return Check(tmp_path / "gpu-check.json", FACTS, 600.0, "the test")
 
 
 def report_of(check):
@@ -66,7 +67,7 @@ def test_a_part_has_parts():
 def test_a_run_of_some_parts_ends_with_those_that_are_not_ok(tmp_path, monkeypatch, capsys):
     """On a GPU that facts makes up: without CUDA here the build ends, and nothing after it is started."""
     monkeypatch.setattr(gpu_check, "facts", lambda: {**FACTS, "gpu": "A GPU", "capability": "90"})
-    monkeypatch.setattr(Check, "build", lambda check: check.part("build", 9.0, python(check, "raise SystemExit(5)")))
+    monkeypatch.setattr(Check, "build", lambda check: check.part("build", 600.0, python(check, "raise SystemExit(5)")))
     out = tmp_path / "found.json"
     assert gpu_check.main(["--out", str(out), "--only", "build,exercise"]) == 1
     assert capsys.readouterr().out.endswith("gpu-check: build (failed)\n")
@@ -81,10 +82,10 @@ def test_each_part_is_in_the_report_at_once(check, capsys):
         assert report_of(check)["parts"] == {"fails": check.parts["fails"], "looks": {"status": RUNNING}}
         return {"status": OK}
 
-    assert not check.part("fails", 9.0, python(check, "print('why'); raise SystemExit(4)"))
-    assert check.part("looks", 9.0, looks)
-    assert not check.part("raises", 9.0, lambda limit: {}["no such benchmark"])
-    assert not check.part("missing", 9.0, lambda limit: check.child(limit, "no-such-tool")[0])
+    assert not check.part("fails", 600.0, python(check, "print('why'); raise SystemExit(4)"))
+    assert check.part("looks", 600.0, looks)
+    assert not check.part("raises", 600.0, lambda limit: {}["no such benchmark"])
+    assert not check.part("missing", 600.0, lambda limit: check.child(limit, "no-such-tool")[0])
     parts = report_of(check)["parts"]
     assert [part["status"] for part in parts.values()] == [FAILED, OK, FAILED, FAILED]
     assert (parts["fails"]["exit_code"], parts["fails"]["last_lines"]) == (4, ["why"])
@@ -96,26 +97,31 @@ def test_each_part_is_in_the_report_at_once(check, capsys):
 @pytest.mark.full
 def test_a_part_out_of_time_ends_with_all_that_it_started(check, tmp_path):
     code = f"""
-        import subprocess, sys, time
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({str(tmp_path / "alive")!r}, 'w')"])
-        print("started", flush=True)
-        time.sleep(60)
+        import fcntl, os, time
+        if os.fork():
+            os.wait()
+        else:
+            fcntl.flock(lock := open({str(tmp_path / "lock")!r}, "w"), fcntl.LOCK_EX)
+            print("started", flush=True)
+            time.sleep(600)
+            open({str(tmp_path / "alive")!r}, "w")
     """
-    assert not check.part("sleeps", 2.0, python(check, textwrap.dedent(code)))
+    assert not check.part("sleeps", 20.0, python(check, textwrap.dedent(code)))
     assert (check.parts["sleeps"]["status"], check.parts["sleeps"]["last_lines"]) == (TIMED_OUT, ["started"])
-    check.part("waits", 9.0, python(check, "import time; time.sleep(4)"))
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until what held it has ended
     assert not (tmp_path / "alive").exists()
 
 
 def test_no_part_starts_without_time(tmp_path):
     check = Check(tmp_path / "gpu-check.json", FACTS, 0.5, "the test")
-    assert not check.part("late", 9.0, lambda limit: pytest.fail("it ran"))
+    assert not check.part("late", 600.0, lambda limit: pytest.fail("it ran"))
     assert report_of(check)["parts"]["late"] == {"status": NOT_STARTED, "reason": "no time is left", "seconds": 0.0}
 
 
 @pytest.mark.parametrize(("changed", "kept"), [({}, True), ({"gpu": "another"}, False), ({"changed": " M a"}, False)])
 def test_a_later_run_keeps_parts_of_the_same_sources_and_gpu(check, changed, kept):
-    check.part("done", 9.0, lambda limit: {"status": OK})
+    check.part("done", 600.0, lambda limit: {"status": OK})
     later = Check(check.file, {**FACTS, **changed}, 60.0, "the test")
     assert ("done" in later.parts) == kept
 
@@ -124,7 +130,7 @@ def test_a_later_run_keeps_parts_of_the_same_sources_and_gpu(check, changed, kep
 def test_parts_without_a_gpu_fail(tmp_path, monkeypatch):
     one = suite.Entry("tail", ("--device", "cuda", "--model", "digits"))
     monkeypatch.setattr(suite, "entries", lambda device: [one])
-    check = Check(tmp_path / "gpu-check.json", FACTS, 60.0, "the test")
+    check = Check(tmp_path / "gpu-check.json", FACTS, 600.0, "the test")
     check.bench(["bench"])
     check.exercise()
     bench, exercised = check.parts["bench-tail-cuda-digits-O2-FusedAdam"], check.parts["exercise"]
@@ -154,7 +160,7 @@ def cases(check, tmp_path):
         folder.mkdir()
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
         (folder / "test_x.py").write_text(textwrap.dedent(text))
-        return check.pytest("tests", 60.0)
+        return check.pytest("tests", 600.0)
 
     return write
 
@@ -187,7 +193,7 @@ def test_a_test_out_of_time_is_named(check, cases, monkeypatch):
         "import pytest, time\n\n@pytest.mark.cuda\ndef test_a(): pass\n@pytest.mark.cuda\ndef test_b(): time.sleep(99)"
     )
     pytest_of = check.pytest
-    monkeypatch.setattr(check, "pytest", lambda folder, limit: pytest_of(folder, 8.0))
+    monkeypatch.setattr(check, "pytest", lambda folder, limit: pytest_of(folder, 30.0))
     found = cases(code)
     assert (found["status"], found["counts"]) == (TIMED_OUT, {"passed": 1, "timed out": 1})
 

@@ -143,6 +143,7 @@ def fit(model, data, plugin, path=None, **options):
     )
     # Many workers are recommended otherwise, and a warning is an error here.
     trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=path)
+    return trainer
 
 
 IN_LIGHTNING = {"plain": {}, "clipping": {"gradient_clip_val": 0.05}, "accumulation": {"accumulate_grad_batches": 3}}
@@ -175,10 +176,12 @@ class TestLightning:
             def on_train_epoch_end(self, trainer, module):
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-        fit(half, data, AmpPrecision(level, verbosity=0), callbacks=[Save()])
-        resumed = Module()
-        fit(resumed, data, AmpPrecision(level, verbosity=0), path=tmp_path / "half.ckpt", max_epochs=2)
-        assert_trained(resumed.after, whole.after)
+        trainer = fit(half, data, AmpPrecision(level, verbosity=0), callbacks=[Save()])
+        trainer.save_checkpoint(tmp_path / "after_fit.ckpt")
+        for path in (tmp_path / "half.ckpt", tmp_path / "after_fit.ckpt"):
+            resumed = Module()
+            fit(resumed, data, AmpPrecision(level, verbosity=0), path=path, max_epochs=2)
+            assert_trained(resumed.after, whole.after)
 
     def test_our_scaler_in_its_own_mixed_precision(self):
         scaler = ampctx.GradScaler("cpu", init_scale=2.0**10)

@@ -5,7 +5,6 @@ import pytorch_lightning as pl
 import torch
 import training
 from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
 
 from ampctx import amp
@@ -140,9 +139,3 @@ def test_a_checkpoint_has_the_scale(tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert checkpoint["ApexMixedPrecisionPlugin"]["loss_scaler0"]["loss_scale"] == FIRST_SCALE / 2
-
-
-def test_the_flag_of_the_trainer_is_refused_on_the_cpu_by_lightning():
-    """Why the plugin is given as an object here."""
-    with pytest.raises(MisconfigurationException, match="apex AMP not supported on CPU"):
-        pl.Trainer(accelerator="cpu", precision=16, amp_backend="apex")

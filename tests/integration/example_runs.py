@@ -16,5 +16,5 @@ def run(script: str, *arguments: object, cwd: Path, ranks: int = 1) -> subproces
     # The package of this tree, not another that is installed.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
     )

@@ -86,7 +86,7 @@ def printed_by(port, program):
 torch.set_num_threads(1)
 printed = [printed_by(*each) for each in zip(sys.argv[6].split(","), sys.argv[7:], strict=False)]
 dist.init_process_group(
-    "gloo", store=dist.FileStore(FILE, RANKS), rank=RANK, world_size=RANKS, timeout=datetime.timedelta(seconds=20)
+    "gloo", store=dist.FileStore(FILE, RANKS), rank=RANK, world_size=RANKS, timeout=datetime.timedelta(minutes=10)
 )
 runs = {f"{engine} {level}": trained(engine, level) for engine in ["none", *ENGINES] for level in OPT_LEVELS}
 dist.destroy_process_group()

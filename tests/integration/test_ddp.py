@@ -12,13 +12,13 @@ WORKER = "integration/ddp_worker.py"
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def ranks(request, tmp_path_factory):
-    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("ddp") / "rendezvous", 240, "gloo", request.param)
+    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("ddp") / "rendezvous", "gloo", request.param)
 
 
 @pytest.mark.cuda
 def test_nccl(tmp_path):
     """Every scenario over NCCL, which refuses two processes on one GPU."""
-    ranks = run_ranks(WORKER, min(2, torch.cuda.device_count()), tmp_path / "rendezvous", 240, "nccl", "cuda")
+    ranks = run_ranks(WORKER, min(2, torch.cuda.device_count()), tmp_path / "rendezvous", "nccl", "cuda")
     assert all(rank == ranks[0] for rank in ranks)
     for level in ("O1", "O2", "O5"):
         assert ranks[0][f"sharded {level}"][-2:] == [1, {"loss_scale": 2.0**15, "unskipped": 2}]

@@ -33,7 +33,7 @@ def run(tmp_path_factory, ranks: int, engines: list[str], levels: list[str], *so
     with ExitStack() as until_all_are_found:
         ports = [str(until_all_are_found.enter_context(free_port())) for _ in some]
     words = ",".join(engines), ",".join(levels), ",".join(ports)
-    return run_ranks("integration/scale_worker.py", ranks, rendezvous, 120, *words, *some)
+    return run_ranks("integration/scale_worker.py", ranks, rendezvous, *words, *some)
 
 
 @contextmanager

@@ -30,6 +30,6 @@ def test_kernels_on_arm_agree_with_plain_loops(tmp_path, monkeypatch):
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-ffp-contract=off", f"-I{build / 'generated'}", f"-I{ROOT}"]
     source = str(Path(__file__).with_name("arm_kernels.cpp"))
     subprocess.run([CXX, *flags, source, *kernels, "-o", program], check=True)
-    done = subprocess.run([QEMU, "-L", LIBC, program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([QEMU, "-L", LIBC, program], capture_output=True, text=True, timeout=600)
     assert done.stdout == 'baseline of "baseline": 0 failures\n', done.stderr
     assert done.returncode == 0

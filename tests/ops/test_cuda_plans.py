@@ -76,7 +76,7 @@ def run(emulated, plans, *arguments):
     path = os.pathsep.join([str(folder), str(TESTS)])
     env = {**os.environ, "AMPCTX_PLAN": plans, "PYTHONPATH": path, "AMPCTX_REQUIRE_EXTENSION": "1"}
     command = [sys.executable, "-c", RUN, library, *map(str, arguments)]
-    result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -214,7 +214,7 @@ print(library.ampctx_test_launches())
 def test_a_compiled_graph_may_come_first(emulation):
     tests = os.path.dirname(os.path.dirname(__file__))
     command = [sys.executable, "-c", COMPILED_CALL, emulation._name, f"{tests}/cuda_emulation"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     first, second, launches = result.stdout.split()
     assert first == second == "8.0"

@@ -64,7 +64,7 @@ def test_a_workspace_that_cannot_be_had(names):
     # One thread: others would take their share of the memory at the first call.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CALLS, *names]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     told = [line.split(" ", 2) for line in result.stdout.splitlines()]
     assert [name for name, *_ in told] == [*names]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import random
 import subprocess
 import sys
@@ -291,8 +292,8 @@ def check(seed: int, number: int) -> tuple[str, str]:
     return answer, ""
 
 
-def child(seed: int, first: int, seconds: float, progress: Path) -> None:
-    """Calls from number ``first`` on; ``progress`` always holds the number of the one that runs."""
+def child(seed: int, first: int, seconds: float, last: float, progress: Path) -> None:
+    """Calls from number ``first`` to before ``last``; ``progress`` always holds the number of the one that runs."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     library = definitions.define(REFERENCE.namespace)
@@ -301,7 +302,7 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
     answers: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     with progress.open("w") as file:
-        while time.monotonic() < end and len(wrong) < 20:
+        while number < last and time.monotonic() < end and len(wrong) < 20:
             file.seek(0)
             file.write(f"{number:>12}")
             file.flush()
@@ -313,16 +314,16 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
     print(json.dumps({"calls": number - first, "answers": answers, "wrong": wrong}))
 
 
-def fuzz(seed: int, seconds: float) -> dict[str, Any]:
+def fuzz(seed: int, seconds: float = math.inf, calls: float = math.inf) -> dict[str, Any]:
     """Runs calls in child processes, a new one after a crash; what was counted."""
     total: dict[str, Any] = {"seed": seed, "seconds": seconds, "calls": 0, "accepted": 0, "refused": {}, "wrong": []}
     total["crashes"] = []
     end, first = time.monotonic() + seconds, 0
-    while time.monotonic() < end and len(total["wrong"]) < 20 and len(total["crashes"]) < 20:
+    while first < calls and time.monotonic() < end and len(total["wrong"]) < 20 and len(total["crashes"]) < 20:
         with tempfile.TemporaryDirectory() as folder:
             progress = Path(folder) / "progress"
             command = [sys.executable, __file__, "--child", str(first), "--seed", str(seed)]
-            command += ["--seconds", str(end - time.monotonic()), "--progress", str(progress)]
+            command += ["--seconds", str(end - time.monotonic()), "--calls", str(calls), "--progress", str(progress)]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 1:
                 raise RuntimeError(f"the fuzzer itself failed:\n{result.stderr}")
@@ -351,18 +352,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--csv", type=Path, metavar="FILE", help="put the counts there, in place of earlier ones")
     parser.add_argument("--only", type=int, help="the number of one call, to be repeated in this process")
+    parser.add_argument("--calls", type=float, default=math.inf, help="at most, for each seed")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     seed = arguments.seed[0]
     if arguments.child is not None:
-        child(seed, arguments.child, arguments.seconds, arguments.progress)
+        child(seed, arguments.child, arguments.seconds, arguments.calls, arguments.progress)
         return 0
     if arguments.only is not None:
         library = definitions.define(REFERENCE.namespace)
         print(Case(seed, arguments.only), *check(seed, arguments.only), sep="\n")
         return 0 if library is not None else 1
-    results = [fuzz(seed, arguments.seconds) for seed in arguments.seed]
+    results = [fuzz(seed, arguments.seconds, arguments.calls) for seed in arguments.seed]
     for found in results:
         refused = ", ".join(f"{count} {name}" for name, count in sorted(found["refused"].items()))
         seconds, seed = found["seconds"], found["seed"]

@@ -183,8 +183,8 @@ def test_a_model_goes_to_another_process(trained):
     results = CONTEXT.Queue()
     process = CONTEXT.Process(target=_in_another_process, args=(model, x, results))
     process.start()
-    out = results.get(timeout=120)
-    process.join(30)
+    out = results.get(timeout=600)
+    process.join(600)
     assert process.exitcode == 0
     assert out == model.eval()(x).tolist()
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import subprocess
 import sys
-import time
 import weakref
 
 import pytest
@@ -58,11 +57,10 @@ def all_state(session, model, optimizer) -> str:
 
 @contextlib.contextmanager
 def refused(*texts):
-    """On every rank, and long before a collective is given up."""
-    began = time.monotonic()
+    """On every rank, by what they have compared, and not because a collective was given up."""
     with pytest.raises(AmpRankError) as caught:
         yield
-    assert time.monotonic() - began < 1
+    assert "a collective failed" not in str(caught.value)
     for text in texts:
         assert text in str(caught.value)
 
@@ -418,18 +416,16 @@ def test_numbers_on_the_cpu_go_to_a_device_that_the_group_takes(backends, expect
 def test_every_rank_ends_after_one_has_raised(tmp_path, point):
     worker = str(ROOT / "tests" / "reliability" / "raising_worker.py")
     command = [sys.executable, worker, str(tmp_path / "rendezvous"), "2"]
-    began = time.monotonic()
     ranks = [
         subprocess.Popen([*command, str(rank), point], env=environment(), stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=25)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode != 0 for rank in ranks)
-    assert time.monotonic() - began < 25
     assert (
         "AmpRankError: the end of an amp.scale_loss block: a collective failed on rank 0 of a group of 2" in errors[0]
     )
@@ -453,7 +449,7 @@ def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_that_nothing_end
         folder.mkdir()
         worker = [str(ROOT / "tests" / "reliability" / "restart_worker.py"), str(folder), str(killed_at)]
         done = subprocess.run(
-            [*torchrun, "--max-restarts", "1", *worker], env=environment(), capture_output=True, text=True, timeout=90
+            [*torchrun, "--max-restarts", "1", *worker], env=environment(), capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         assert (folder / "killed").exists() == (killed_at >= 0)

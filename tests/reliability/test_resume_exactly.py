@@ -42,7 +42,7 @@ def results(request, tmp_path_factory):
     finally:
         torch.set_num_threads(threads)
     torch.save([tuple(case) for case in cases], directory / "cases")
-    assert run_ranks("reliability/resumed_runs.py", 1, directory, 600) == [len(cases)]
+    assert run_ranks("reliability/resumed_runs.py", 1, directory) == [len(cases)]
     return lambda case: (went_on[case], torch.load(directory / f"resumed-{case}.pt", weights_only=True))
 
 

@@ -5,11 +5,11 @@ import warnings
 import torch
 from ampctx_apex.distribution import ApexDistribution as _Distribution
 
+from ampctx.spi import is_rank_zero as _is_rank_zero
+
 __version__ = _Distribution().version
 
-
 from . import amp, fp16_utils, normalization, optimizers
-from .amp._amp_state import _rank
 
 if torch.distributed.is_available():
     from . import parallel
@@ -21,7 +21,7 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 def deprecated_warning(msg: str) -> None:
     """Warns on rank 0."""
-    if _rank() == 0:
+    if _is_rank_zero():
         warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=3)
 
 

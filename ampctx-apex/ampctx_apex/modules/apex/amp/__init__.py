@@ -10,6 +10,7 @@ from . import _initialize, amp, compat, frontend, handle, rnn_compat, scaler
 from ._amp_state import _amp_state
 from ._stash import watch_default_session
 from .amp import init
+from .frontend import initialize as initialize
 
 watch_default_session()
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableSequence
 from typing import Any
 
-import torch
-
 from ampctx import AmpError, AmpTypeError, spi
-from ampctx.spi import LossScale, session
+from ampctx.spi import LossScale, is_rank_zero, session
 
 from .frontend import LiveOptions, Properties
 from .handle import Handle
@@ -48,8 +46,7 @@ class _LossScalers(MutableSequence):
 
 
 class AmpState:
-    """apex's global state: the results of ``amp.initialize``, and settings that clients assign. Other attributes can be
-    set freely."""
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign, with any others."""
 
     def __init__(self) -> None:
         self._properties: Properties | None = None
@@ -90,9 +87,7 @@ class AmpState:
         autocast = spi.active_casts()
         if autocast is None:
             self._handle = None
-            raise AttributeError(
-                "_amp_state has no handle: neither amp.init nor an opt_level O1 or O4 switched on casts"
-            )
+            raise AttributeError("_amp_state has no handle: neither amp.init nor opt_level O1 or O4 switched on casts")
         if self._handle is None or self._handle.autocast is not autocast:
             self._handle = Handle(autocast)
         return self._handle
@@ -105,14 +100,9 @@ def warn_or_err(msg: str) -> None:
     raise AmpError(msg)
 
 
-def _rank() -> int:
-    dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
-    if session.verbosity > 0 and not (rank0 and _rank()):
+    if session.verbosity > 0 and (is_rank_zero() or not rank0):
         print(msg)
 
 

@@ -225,9 +225,6 @@ def stamp(bound: Mapping[Any, OptimizerBinding]) -> Undo:
 
 
 def watch_default_session() -> None:
-    """Stamps the optimizers of the default session, now and at every ``initialize``, which prints apex's banner, until
-    ``uninstall_apex``."""
+    """Stamps the optimizers of the default session, now and at every ``initialize``, until ``uninstall_apex``."""
     if spi.watch_optimizers(stamp):
-        spi.session.prints_apex_banner = True
-        at_uninstall(lambda: setattr(spi.session, "prints_apex_banner", False))
         at_uninstall(lambda: _unstamp(spi.unwatch_optimizers(stamp)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from ampctx import AmpError, AmpSession, AmpValueError
+from ampctx import AmpError, AmpSession, AmpValueError, amp
 from ampctx.amp import OPT_LEVELS, PrecisionPolicy
-from ampctx.spi import BRIEFS, resolve
+from ampctx.spi import BRIEFS, names_arguments, resolve, session
 
 # apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
 _BARE: Mapping[str, Any] = {
@@ -73,11 +75,7 @@ class Properties:
         self.__dict__["options"] = dict(_BARE) if options is None else options
 
     def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
-        """Assigns several options, unchecked.
-
-        Raises:
-            AmpValueError: a name that is no option. Nothing has changed then.
-        """
+        """Assigns several options, unchecked. AmpValueError for a name that is no option, before anything changes."""
         pairs = dict(new_options)
         if unknown := sorted(pairs.keys() - self.options.keys()):
             raise AmpValueError(f"Tried to set unexpected option {unknown[0]}")
@@ -116,6 +114,19 @@ def _level(name: str) -> type[_Level]:
 
 
 O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
+
+
+@names_arguments
+@functools.wraps(amp.initialize)
+def initialize(*args: Any, **options: Any) -> Any:
+    call = inspect.signature(amp.initialize).bind(*args, **options)
+    verbosity = call.arguments.get("verbosity", 1)
+    call.arguments["verbosity"] = 2 if verbosity == 1 else verbosity  # from which ampctx prints apex's banner
+    found = amp.initialize(*call.args, **call.kwargs)
+    session.verbosity = verbosity
+    return found
+
+
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
 __all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "Properties", "opt_levels"]
