@@ -17,7 +17,8 @@ _CURES = (
     ("not implemented for '(Half|BFloat16)'", "Compute this op in fp32: amp.initialize(..., ops_fp32=[...])."),
     (
         "dtype|scalar type|c10::",
-        "New tensors are float32 in torch. Make them like others: x.new_zeros(...), or dtype=x.dtype.",
+        "New tensors are float32 in torch, and so are buffers of modules without parameters. Make them like others: "
+        "x.new_zeros(...), dtype=x.dtype, table.to(x.dtype).",
     ),
 )
 
