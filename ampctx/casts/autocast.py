@@ -3,9 +3,10 @@
 ``Autocast.enable`` switches autocast on for the calling thread, so that a loss computed outside the model is cast too.
 It adds three things to torch's autocast:
 
-- Hooks on the model switch the cache of cast weights on for a forward only, and clear it before and after. The cache
-  cannot outlive a change of a weight, nor hold memory. The hooks also switch casts on in other threads, because
-  autocast's state belongs to a thread.
+- Hooks on the model switch the cache of cast weights on for a forward only, and clear it before and after. Inside
+  ``torch.no_grad()``, where programs write weights, it is off, and its end clears it. The cache cannot outlive a change
+  of a weight, nor hold memory. The hooks also switch casts on in other threads, because autocast's state belongs to a
+  thread.
 - Ops that torch's CPU autocast leaves alone get kernels, so one cast table holds on every device. Dispatcher kernels
   also reach ops inside ops (the log_softmax in cross_entropy) and work under torch.compile. While an ``Autocast`` is
   enabled they serve every autocast region on the CPU, because activation checkpointing must recompute the same values.
@@ -66,6 +67,45 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
 def _guard_bce() -> Undo:
     guarded = functools.partial(cast_function, active=_latest_active, call=_call_bce)
     return replace_function(F, "binary_cross_entropy", guarded)
+
+
+# Where programs write weights: all other writes need ``.data``.
+_REGIONS = (torch.no_grad, torch.inference_mode, torch.set_grad_enabled)
+
+
+def _without_cache(enter: Callable) -> Callable:
+    """Wraps ``__enter__`` of a region that may write weights: none that is cast there is cached."""
+
+    @functools.wraps(enter)
+    def wrapper(region: Any) -> Any:
+        result = enter(region)
+        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+            region.had_cast_cache = True
+            torch.set_autocast_cache_enabled(False)
+        return result
+
+    return wrapper
+
+
+def _with_new_cache(leave: Callable) -> Callable:
+    """Wraps ``__exit__`` of such a region: casts from before it are forgotten."""
+
+    @functools.wraps(leave)
+    def wrapper(region: Any, *error: Any) -> Any:
+        if vars(region).pop("had_cast_cache", False):
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(True)
+        return leave(region, *error)
+
+    return wrapper
+
+
+def _watch_regions() -> Undo:
+    with ExitStack() as stack:
+        for region in _REGIONS:
+            stack.callback(replace_function(region, "__enter__", _without_cache))
+            stack.callback(replace_function(region, "__exit__", _with_new_cache))
+        return stack.pop_all().close
 
 
 # --- the state of a thread --------------------------------------------------------------------------------------------
@@ -246,6 +286,7 @@ class Autocast:
             _enabled.append(self)
             stack.callback(_enabled.remove, self)
             stack.callback(shared.acquire(_guard_bce, _guard_bce))
+            stack.callback(shared.acquire(_watch_regions, _watch_regions))
             if "cpu" in self.device_types:
                 stack.callback(shared.acquire(install_kernels, install_kernels))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:

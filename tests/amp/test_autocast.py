@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -24,6 +25,8 @@ def torch_state():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         F.binary_cross_entropy,
+        torch.no_grad.__enter__,
+        torch.inference_mode.__exit__,
         [op for op, _ in missing_on_cpu()],
     )
 
@@ -84,7 +87,7 @@ def test_undo_leaves_torch_and_the_model_as_they_were():
             autocast.enable()
         assert autocast.active
         assert torch_state()[:3] == (True, BF16, False)
-        assert torch_state()[4] == []
+        assert torch_state()[-1] == []
         undo()
         assert torch_state() == changed
     finally:
@@ -291,6 +294,53 @@ def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     model(X).float().sum().backward()
     assert model.fc.weight.grad is not None
     assert model.fc.weight.grad.abs().sum() > 0
+
+
+def writes_data(p, value):
+    p.data = value.clone()
+
+
+WRITES = {"copy_": lambda p, value: p.copy_(value), "data.copy_": lambda p, value: p.data.copy_(value), "data": writes_data}
+REGIONS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "set_grad_enabled": functools.partial(torch.set_grad_enabled, False),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("first", ["own", "other"])
+def test_weights_that_are_swapped_inside_a_forward_are_never_stale(enabled, first, write, region):
+    """The weights of a reference, for one pass without gradients and back. Both orders, and one pass before the swap."""
+
+    class Policy(Layer):
+        def swapped(self, x):
+            own = self.fc.weight.detach().clone()
+            with REGIONS[region]():
+                before = self.fc(x)
+                WRITES[write](self.fc.weight, other)
+                result = self.fc(x)
+                WRITES[write](self.fc.weight, own)
+            return before, result
+
+        def forward(self, x):
+            if first == "own":
+                return self.fc(x), *self.swapped(x)
+            before, result = self.swapped(x)
+            return self.fc(x), before, result
+
+    model = Policy()
+    other, own = torch.randn(4, 4), model.fc.weight.detach().clone()
+    enabled(model)
+    for _ in range(2):
+        mine, before, result = model(X)
+        for out, weight in ((mine, own), (before, own), (result, other)):
+            assert torch.equal(out, F.linear(X.half(), weight.half(), model.fc.bias.half()))
+        if not (first == "own" and write == "copy_"):  # which torch refuses to go back through
+            mine.float().sum().backward()
+            assert model.fc.weight.grad.count_nonzero() > 0
+    assert not torch.is_autocast_cache_enabled()
 
 
 def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):

@@ -336,7 +336,7 @@ def test_models_and_names_of_several_models(session):
     assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
 
 
-# --- tables: buffers of modules without parameters ---------------------------------------------------------------------
+# --- tables: buffers of modules without parameters --------------------------------------------------------------------
 
 
 class Rotary(nn.Module):
