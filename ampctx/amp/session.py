@@ -37,6 +37,7 @@ from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.casts.autocast import Autocast
+from ampctx.casts.forward_errors import note_casts_off
 from ampctx.casts.fp32_ops import install_fp32_ops, op_names
 from ampctx.casts.functions import FunctionCasts
 from ampctx.casts.kept_modules import find_kept, install_without_casts, with_tables
@@ -455,8 +456,10 @@ class AmpSession:
             if block.facts is not None:
                 tell(self._events.left, block.facts)
             self._leave(block)
-        except BaseException:
+        except BaseException as error:
             block.abandon()
+            if self._casts.enabled:
+                note_casts_off(error)
             raise
         finally:
             try:

@@ -359,7 +359,7 @@ class Autocast:
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
-            note_dtypes(module, self.dtype)
+            note_dtypes(module, self.dtype, False)
         if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()

@@ -237,7 +237,7 @@ class _CastOutputs(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if output is None and self.low is not None:
-            note_dtypes(module, self.low)
+            note_dtypes(module, self.low, True)
         return map_floating(output, self.dtype)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ampctx._errors import AmpError
+from ampctx.kernels.sharding import is_sharded
 
 # What torch's texts have in common, and what to write. The first row that fits counts.
 _CURES = (
@@ -23,14 +24,19 @@ _CURES = (
 )
 
 
-def note_dtypes(model: nn.Module, low: torch.dtype) -> None:
-    """Called by hooks that torch calls after an error, too. Adds the note to an error of torch's, once."""
+def _cure(error: BaseException | None) -> str | None:
+    """What to write against an error of torch's about dtypes that has no note yet."""
+    if not isinstance(error, (RuntimeError, TypeError)) or isinstance(error, AmpError) or hasattr(error, "__notes__"):
+        return None
+    return next((cure for pattern, cure in _CURES if re.search(pattern, str(error))), None)
+
+
+def note_dtypes(model: nn.Module, low: torch.dtype, has_low_weights: bool) -> None:
+    """Called by hooks that torch calls after an error, too. Adds the note to an error of torch's, once.
+    ``has_low_weights``: the level has cast the weights to ``low``."""
     error = sys.exc_info()[1]
     add_note = getattr(error, "add_note", None)  # from Python 3.11
-    if add_note is None or not isinstance(error, (RuntimeError, TypeError)) or isinstance(error, AmpError):
-        return
-    cure = next((cure for pattern, cure in _CURES if re.search(pattern, str(error))), None)
-    if cure is None or hasattr(error, "__notes__"):
+    if add_note is None or (cure := _cure(error)) is None:
         return
     names, found = {id(m): name for name, m in model.named_modules()}, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -41,7 +47,22 @@ def note_dtypes(model: nn.Module, low: torch.dtype) -> None:
     name = names[id(found)]
     place = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
     kept = f'Or keep the module in fp32: keep_fp32="{name}". ' if name else ""
+    params = list(model.parameters()) if has_low_weights else ()
+    if params and not any(p.dtype == low or is_sharded(p) for p in params):
+        now = str(params[0].dtype).removeprefix("torch.")
+        cure = f"But weights are {now} now: converted after amp.initialize. Use amp.master_model(model)."
+        kept = ""
     add_note(
         f"ampctx: {place} computes in {str(low).removeprefix('torch.')}. {cure} {kept}"
         "See docs/errors.md#expected-scalar-type-half-but-found-float."
     )
+
+
+def note_casts_off(error: BaseException) -> None:
+    """Adds the note to an error about dtypes that leaves a backward at O1 and O4."""
+    if hasattr(error, "add_note") and _cure(error) is not None:
+        error.add_note(
+            "ampctx: casts are off inside scale_loss. If the backward of a torch.autograd.Function runs modules again, "
+            "decorate it with torch.amp.custom_fwd and custom_bwd: it then has the casts of its forward. "
+            "See docs/guide/fp32_layers.md#custom-autograd-functions."
+        )

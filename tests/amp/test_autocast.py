@@ -300,7 +300,11 @@ def writes_data(p, value):
     p.data = value.clone()
 
 
-WRITES = {"copy_": lambda p, value: p.copy_(value), "data.copy_": lambda p, value: p.data.copy_(value), "data": writes_data}
+WRITES = {
+    "copy_": lambda p, value: p.copy_(value),
+    "data.copy_": lambda p, value: p.data.copy_(value),
+    "data": writes_data,
+}
 REGIONS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,

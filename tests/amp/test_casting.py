@@ -1,9 +1,10 @@
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
-from kit import LEVELS, half_dtypes
+from kit import LEVELS, LOW, backward, half_dtypes, start
 from torch import nn
 
 from ampctx import AmpError
@@ -317,6 +318,60 @@ def test_an_error_about_dtypes_names_the_module_and_the_cure(session, level, cas
     assert note.startswith(f'ampctx: "1" (Inner) computes in {low}. ')
     assert cure in note
     assert 'keep_fp32="1"' in note
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize(
+    "convert", [nn.Module.float, lambda model: copy.deepcopy(model).double()], ids=["float", "copy"]
+)
+def test_an_error_of_a_model_that_was_converted_later_says_so(session, level, convert):
+    model = session.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), opt_level=level, verbosity=0)
+    converted = convert(model)
+    with pytest.raises(RuntimeError) as raised:
+        converted(torch.ones(3, 4))
+    (note,) = raised.value.__notes__
+    kind = str(converted[0].weight.dtype).removeprefix("torch.")
+    assert f"weights are {kind} now: converted after amp.initialize. Use amp.master_model(model)" in note
+
+
+class Again(torch.autograd.Function):
+    """An activation checkpoint of the program's own."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer, ctx.x = layer, x.detach()
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        torch.autograd.backward(out, grad)
+        return None, x.grad
+
+
+class Decorated(Again):
+    forward = staticmethod(torch.amp.custom_fwd(Again.forward, device_type="cpu"))
+    backward = staticmethod(torch.amp.custom_bwd(Again.backward, device_type="cpu"))
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_error_of_a_function_that_computes_again_in_backward_names_its_decorators(session, level):
+    layer = nn.Linear(4, 4)
+    model, optimizer = start(session, level, "SGD-foreach", nn.Sequential(nn.Linear(4, 4), layer))
+    for function in (Again, Decorated):
+        loss = function.apply(layer, model[0](torch.ones(3, 4))).float().sum()
+        if function is Decorated:
+            backward(session, loss, optimizer)
+            continue
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            backward(session, loss, optimizer)
+        (note,) = raised.value.__notes__
+        assert "custom_fwd and custom_bwd" in note
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
