@@ -322,9 +322,7 @@ def test_an_error_about_dtypes_names_the_module_and_the_cure(session, level, cas
 
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
 @pytest.mark.parametrize("level", LOW)
-@pytest.mark.parametrize(
-    "convert", [nn.Module.float, lambda model: copy.deepcopy(model).double()], ids=["float", "copy"]
-)
+@pytest.mark.parametrize("convert", [nn.Module.float, lambda model: copy.deepcopy(model).double()])
 def test_an_error_of_a_model_that_was_converted_later_says_so(session, level, convert):
     model = session.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), opt_level=level, verbosity=0)
     converted = convert(model)
