@@ -5,7 +5,6 @@ The fp32 shards are the masters. The mixed-precision policy of each unit casts t
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from ampctx._collectives import is_rank_zero
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.casts.casting import install_io_casts, modules_in_fp32
+from ampctx.casts.casting import modules_in_fp32
 from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
 from ampctx.casts.kept_modules import KeptModules, find_kept
 from ampctx.kernels.sharding import is_fully_sharded
@@ -152,24 +151,12 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
 
 
 class Sharded(NamedTuple):
-    """What ``initialize`` does to a sharded model in place of casting it. ``policy``: what units ``without`` one get.
-    ``kept``: fp32 modules that are units, and hand their outputs over in 16 bits. ``casts_outputs``: the policy of the
-    model itself has an ``output_dtype``; the level's comes after it."""
+    """What ``initialize`` does to a sharded model in place of casting it. ``kept``: fp32 modules that are units, and
+    hand their outputs over in 16 bits. ``casts_outputs``: the policy of the model itself has an ``output_dtype``; the
+    level's comes after it."""
 
-    policy: Any
-    without: list[Unit]
     kept: list[nn.Module]
     casts_outputs: bool
-
-    def apply(self, undo: ExitStack) -> None:
-        """Raises AmpError if a policy did not take. ``undo`` restores the former ones."""
-        for unit in self.without:
-            try:
-                undo.callback(unit.set_policy(self.policy))
-            except UnknownTorchError:
-                raise _unknown_torch(unit, self.policy) from None
-        for module in self.kept:
-            undo.callback(install_io_casts(module, None, self.policy.param_dtype))
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
@@ -198,7 +185,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it out.'
         )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
-    without, casts_outputs = list[Unit](), False
+    casts_outputs = False
     meshes, sums = list[tuple[Unit, Any]](), list[tuple[Unit, Any]]()
     for unit in units:
         try:
@@ -207,10 +194,8 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             meshes += [(unit, mesh) for mesh in unit.meshes()]
             given = unit.policy()
             casts_outputs |= model in unit.modules and given.output_dtype is not None
-            lacks = given == type(given)()
-            if _is_16_bit(unit, None if lacks else given, wanted, in_fp32, keeper):
-                without += [unit] * lacks
-                sums += [(unit, (wanted if lacks else given).reduce_dtype)] * bool(unit.params)
+            if _is_16_bit(unit, given, wanted, in_fp32, keeper):
+                sums += [(unit, given.reduce_dtype)] * bool(unit.params)
         except UnknownTorchError:
             raise _unknown_torch(unit, wanted) from None
     for one, ranks, other, others in _different(meshes):
@@ -224,12 +209,12 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             f"policy to each fully_shard:{_lines(wanted)}"
         )
     roots = [m for unit in units for m in unit.modules if m in in_fp32 and m is not model]
-    return Sharded(wanted, without, [m for m in roots if m not in kept.entries], casts_outputs)
+    return Sharded([m for m in roots if m not in kept.entries], casts_outputs)
 
 
 def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
-    """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
-    that keeps a parameter in fp32, by id. Refuses a policy of another level, two dtypes, and a run without policy."""
+    """Whether a unit computes in 16 bits at the level. ``given``: its policy. ``keeper``: the module that keeps a
+    parameter in fp32, by id. Refuses a unit without policy, a policy of another level, and two dtypes."""
     floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]
@@ -241,7 +226,13 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
                 )
         return False
     level = f"and the level computes in {wanted.param_dtype}"
-    dtypes = unit.param_dtypes() if given is not None else dict.fromkeys(floating, wanted.param_dtype)
+    if low and given == type(given)():
+        raise _refused(
+            f"{unit} has no mp_policy, {level}. torch takes a policy in fully_shard alone. Shard the model by:\n"
+            f'    model = ampctx.distributed.fully_shard(model, "{_level(wanted)}", mesh=mesh, units=[...])\n'
+            f"or pass the level's policy:{_lines(wanted)}"
+        )
+    dtypes = unit.param_dtypes()
     for name in low:
         if dtypes[name] != wanted.param_dtype:
             has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
@@ -249,7 +240,7 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
                 f"{unit} has a policy that {has}, {level}. If fully_shard got keep_fp32, pass the same to "
                 f"amp.initialize. Else pass the level's policy:{_lines(wanted)}"
             )
-    if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
+    if not low and given.param_dtype not in (None, wanted.param_dtype):
         raise _refused(
             f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its:{_lines(wanted)}"
         )
@@ -262,11 +253,6 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
                 f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
                 "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32."
             )
-    if given is None and unit.has_run():
-        raise _refused(
-            f"{unit} has run its forward without a policy, in fp32. Call amp.initialize before the first forward, or "
-            f"pass its policy:{_lines(wanted)}"
-        )
     return True
 
 
@@ -286,16 +272,17 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any
     return [(*found[0], *entry) for entry in found if entry[1] != found[0][1]]
 
 
+def _level(wanted: Any) -> str:
+    return "O2" if wanted.param_dtype == torch.float16 else "O5"
+
+
 def _lines(wanted: Any) -> str:
-    return (
-        f"\n    policy = MixedPrecisionPolicy(param_dtype={wanted.param_dtype}, reduce_dtype={wanted.reduce_dtype})"
-        "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit\n"
-    )
+    policy = f'ampctx.distributed.mixed_precision_policy("{_level(wanted)}")'
+    return f"\n    fully_shard(module, mesh=mesh, mp_policy={policy})  # each unit\n"
 
 
 def _unknown_torch(unit: Unit, wanted: Any) -> AmpError:
-    level = "O2" if wanted.param_dtype == torch.float16 else "O5"
     return _refused(
-        f"ampctx cannot read or set the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
-        f'    model = ampctx.distributed.fully_shard(model, "{level}", mesh=mesh, units=[...])\n'
+        f"ampctx cannot read the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
+        f'    model = ampctx.distributed.fully_shard(model, "{_level(wanted)}", mesh=mesh, units=[...])\n'
     )

@@ -172,7 +172,8 @@ def cast_models(
     originals: dict[Tensor, Tensor] = {}
     for model in models:
         if model in sharded:
-            sharded[model].apply(undo)
+            for module in sharded[model].kept:
+                undo.callback(casting.install_io_casts(module, None, policy.input_dtype))
         elif policy.input_dtype is not None:
             keep_bn = bool(policy.keep_batchnorm_fp32)
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)

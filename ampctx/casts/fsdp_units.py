@@ -1,27 +1,21 @@
 """The units of ``fully_shard``: their parameters, meshes and mixed-precision policies.
 
-torch takes a policy in ``fully_shard`` alone, and has no public way to read or set one later. This module is the only
-one that touches torch's private attributes for that. They are the same in torch 2.11 to 2.15, apart from two:
-
-- a state has one group of parameters (2.11), or a list of groups
-- groups keep the policy beside their parameters (until 2.14)
-
-Whatever is missing raises ``UnknownTorchError``. ``tests/reliability/test_fsdp_levels.py`` guards these names: a policy
-set here trains bit for bit like one given to ``fully_shard``.
+torch takes a policy in ``fully_shard`` alone, and has no public way to read one later. This module is the only one that
+reads torch's private attributes for that. They are the same in torch 2.11 to 2.15, apart from one: a state has one
+group of parameters (2.11), or a list of groups. Whatever is missing raises ``UnknownTorchError``.
+``tests/reliability/test_fsdp_levels.py`` guards these names.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ampctx.casts.arguments import Undo
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 if TYPE_CHECKING:
@@ -127,54 +121,6 @@ class Unit:
             if self.modules[0] not in _given:
                 raise
             return from_given(*_given[self.modules[0]])
-
-    def has_run(self) -> bool:
-        """Whether a forward has gathered the parameters, in the dtype of its policy. Raises UnknownTorchError."""
-        return any(hasattr(p, _GATHERED) for p in self._sharded())
-
-    def set_policy(self, policy: MixedPrecisionPolicy) -> Undo:
-        """Replaces the policy. No host sync, no collective.
-
-        Returns the undo. It works after forwards, too: the next one gathers the parameters anew.
-
-        Raises:
-            UnknownTorchError: it did not take. Nothing has changed then.
-        """
-        with ExitStack() as undo:
-            # Weak, so that the undo does not keep the model alive.
-            undo.callback(_restore, weakref.ref(self.modules[0]), self.policy())
-            self._put(policy)
-            for p in self._sharded():
-                # What torch has made of the policy. It leaves out a cast to the dtype of the parameter.
-                own = _read(p, "sharded_param").dtype
-                if own.is_floating_point and (_read(p, "param_dtype") or own) != (policy.param_dtype or own):
-                    raise UnknownTorchError
-            return undo.pop_all().close
-
-    def _put(self, policy: MixedPrecisionPolicy) -> None:
-        state, groups, sharded = self._state, self._groups(), self._sharded()
-        places = [(state, "_mp_policy"), *((p, "mp_policy") for p in sharded)]
-        places += [(group, "mp_policy") for group in groups if hasattr(group, "mp_policy")]
-        # Before the first forward only the dtypes: the rest of torch's lazy initialization has to see the parameters
-        # as they are then.
-        derive = "_init_mp_dtypes" if _read(state, "_is_root") is None else "lazy_init"
-        for holder, name in [*places, *((group, derive) for group in groups)]:
-            _read(holder, name)
-        if self.has_run():
-            self.modules[0].reshard()  # type: ignore[operator]
-        for holder, name in places:
-            setattr(holder, name, policy)
-        for p in sharded:
-            # Made by the first gather, in the dtype of that time.
-            p.all_gather_outputs = []
-            vars(p).pop(_GATHERED, None)
-        for group in groups:
-            getattr(group, derive)()
-
-
-def _restore(reference: weakref.ref[nn.Module], policy: MixedPrecisionPolicy) -> None:
-    if (module := reference()) is not None:
-        Unit("", [module], {})._put(policy)
 
 
 def _read(holder: Any, name: str) -> Any:

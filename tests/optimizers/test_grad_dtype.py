@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ampctx import GradScaler, clip_grad_norm_
 from ampctx.amp import AmpSession
+from ampctx.distributed import mixed_precision_policy
 from ampctx.optimizers import FusedAdam
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -221,7 +222,8 @@ def test_dtensors_step_as_plain_tensors(name, how, mesh):
 @pytest.mark.parametrize("level", LEVELS_HERE)
 def test_shards_step_by_the_grad_dtype_that_torch_leaves_them(level, mesh):
     """torch before 2.15 drops it, and refuses one that a shard gets in its backward."""
-    model, session = fully_shard(mlp(B16), mesh=mesh), AmpSession()
+    model = fully_shard(mlp(B16), mesh=mesh, mp_policy=mixed_precision_policy(level))
+    session = AmpSession()
     kept = {p.grad_dtype for p in model.parameters()}
     model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
     twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in model.parameters()]
