@@ -61,11 +61,9 @@ def shard(model: nn.Sequential, mesh: DeviceMesh | None, opt_level: str) -> None
         for block in blocks:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if "shard" in names:
-        policy = mixed_precision_policy(opt_level)
         data = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
-        for block in blocks:
-            fully_shard(block, mesh=data, mp_policy=policy)
-        fully_shard(model, mesh=data, mp_policy=policy)
+        for module in (*blocks, model):
+            fully_shard(module, mesh=data, mp_policy=mixed_precision_policy(opt_level))
 
 
 def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:

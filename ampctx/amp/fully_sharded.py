@@ -16,9 +16,9 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import modules_in_fp32
-from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
+from ampctx.casts.fsdp_units import GIVEN, Unit, UnknownTorchError, units_of
 from ampctx.casts.kept_modules import KeptModules, find_kept
-from ampctx.kernels.sharding import is_fully_sharded
+from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- before initialize ------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def fully_shard(
                 f"fully_shard: torch {torch.__version__} takes no parametrization as a unit, and at {opt_level} they "
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
-        note_given(module, given, mesh)
+        GIVEN[module] = given, mesh
     lost = [name for name, p in model.named_parameters() if wanted.get(name, p.grad_dtype) != p.grad_dtype]
     if lost and is_rank_zero():
         warn(
@@ -188,16 +188,17 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     casts_outputs = False
     meshes, sums = list[tuple[Unit, Any]](), list[tuple[Unit, Any]]()
     for unit in units:
+        if names := [name for name, p in unit.params.items() if not is_sharded(p)]:  # in ignored_params
+            raise _in_no_unit(names[0], low)
         try:
-            if names := unit.left_out():
-                raise _in_no_unit(names[0], low)
-            meshes += [(unit, mesh) for mesh in unit.meshes()]
-            given = unit.policy()
-            casts_outputs |= model in unit.modules and given.output_dtype is not None
-            if _is_16_bit(unit, given, wanted, in_fp32, keeper):
-                sums += [(unit, given.reduce_dtype)] * bool(unit.params)
+            given, dtypes, ranks_of = unit.given()
         except UnknownTorchError:
-            raise _unknown_torch(unit, wanted) from None
+            text = f"ampctx cannot read the policy of {unit} in torch {torch.__version__}. Shard the model by:"
+            raise _refused(text + _lines(wanted)[0]) from None
+        meshes += [(unit, mesh) for mesh in ranks_of]
+        casts_outputs |= model in unit.modules and given.output_dtype is not None
+        if _is_16_bit(unit, given, dtypes, wanted, in_fp32, keeper):
+            sums += [(unit, given.reduce_dtype)] * bool(unit.params)
     for one, ranks, other, others in _different(meshes):
         raise _refused(
             f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
@@ -206,43 +207,42 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     for one, dtype, other, another in _different(sums):
         raise _refused(
             f"{one} and {other} have several policies: gradients are summed in {dtype} and in {another}. Pass one "
-            f"policy to each fully_shard:{_lines(wanted)}"
+            f"policy to each fully_shard:{_lines(wanted)[1]}"
         )
     roots = [m for unit in units for m in unit.modules if m in in_fp32 and m is not model]
     return Sharded([m for m in roots if m not in kept.entries], casts_outputs)
 
 
-def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
-    """Whether a unit computes in 16 bits at the level. ``given``: its policy. ``keeper``: the module that keeps a
-    parameter in fp32, by id. Refuses a unit without policy, a policy of another level, and two dtypes."""
+def _is_16_bit(unit: Unit, policy: Any, dtypes: Any, wanted: Any, in_fp32: set[nn.Module], keeper: Any) -> bool:
+    """Whether a unit computes in 16 bits at the level. ``keeper``: the module that keeps a parameter in fp32, by id.
+    Refuses a unit without policy, a policy of another level, and two dtypes."""
+    by_us, by_hand = _lines(wanted)
     floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]
     if not low and (kept or in_fp32.issuperset(unit.modules)):
-        for name, dtype in unit.param_dtypes().items():
+        for name, dtype in dtypes.items():
             if dtype not in (None, torch.float32):
                 raise _refused(
                     f'"{name}" stays in fp32, and {unit} casts it to {dtype}. Leave mp_policy out of this fully_shard.'
                 )
         return False
     level = f"and the level computes in {wanted.param_dtype}"
-    if low and given == type(given)():
+    if low and policy == type(policy)():
         raise _refused(
-            f"{unit} has no mp_policy, {level}. torch takes a policy in fully_shard alone. Shard the model by:\n"
-            f'    model = ampctx.distributed.fully_shard(model, "{_level(wanted)}", mesh=mesh, units=[...])\n'
-            f"or pass the level's policy:{_lines(wanted)}"
+            f"{unit} has no mp_policy, {level}. torch takes a policy in fully_shard alone. Shard the model by:{by_us}"
+            f"or pass the level's policy:{by_hand}"
         )
-    dtypes = unit.param_dtypes()
     for name in low:
         if dtypes[name] != wanted.param_dtype:
             has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
             raise _refused(
                 f"{unit} has a policy that {has}, {level}. If fully_shard got keep_fp32, pass the same to "
-                f"amp.initialize. Else pass the level's policy:{_lines(wanted)}"
+                f"amp.initialize. Else pass the level's policy:{by_hand}"
             )
-    if not low and given.param_dtype not in (None, wanted.param_dtype):
+    if not low and policy.param_dtype not in (None, wanted.param_dtype):
         raise _refused(
-            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its:{_lines(wanted)}"
+            f"{unit} has a policy that casts its inputs to {policy.param_dtype}, {level}. Pass its:{by_hand}"
         )
     for name in kept:
         if dtypes[name] not in (None, torch.float32):
@@ -272,17 +272,10 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any
     return [(*found[0], *entry) for entry in found if entry[1] != found[0][1]]
 
 
-def _level(wanted: Any) -> str:
-    return "O2" if wanted.param_dtype == torch.float16 else "O5"
-
-
-def _lines(wanted: Any) -> str:
-    policy = f'ampctx.distributed.mixed_precision_policy("{_level(wanted)}")'
-    return f"\n    fully_shard(module, mesh=mesh, mp_policy={policy})  # each unit\n"
-
-
-def _unknown_torch(unit: Unit, wanted: Any) -> AmpError:
-    return _refused(
-        f"ampctx cannot read the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
-        f'    model = ampctx.distributed.fully_shard(model, "{_level(wanted)}", mesh=mesh, units=[...])\n'
+def _lines(wanted: Any) -> tuple[str, str]:
+    """What to write: a call for the whole model, or one for each unit."""
+    level, module = "O2" if wanted.param_dtype == torch.float16 else "O5", "ampctx.distributed"
+    return (
+        f'\n    model = {module}.fully_shard(model, "{level}", mesh=mesh, units=[...])\n',
+        f'\n    fully_shard(module, mesh=mesh, mp_policy={module}.mixed_precision_policy("{level}"))  # each unit\n',
     )

@@ -46,8 +46,7 @@ _enabled: list[Autocast] = []
 
 
 def _latest_active() -> Autocast | None:
-    active = [autocast for autocast in _enabled if autocast.active]
-    return active[-1] if active else None
+    return next((autocast for autocast in reversed(_enabled) if autocast.active), None)
 
 
 def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autocast) -> Tensor:
@@ -69,40 +68,36 @@ def _guard_bce() -> Undo:
     return replace_function(F, "binary_cross_entropy", guarded)
 
 
-# Where programs write weights: all other writes need ``.data``.
-_REGIONS = (torch.no_grad, torch.inference_mode, torch.set_grad_enabled)
-
-
 def _without_cache(enter: Callable) -> Callable:
-    """Wraps ``__enter__`` of a region that may write weights: none that is cast there is cached."""
+    """Wraps ``__enter__`` of a region: no weight that is cast inside it is cached."""
 
     @functools.wraps(enter)
-    def wrapper(region: Any) -> Any:
-        result = enter(region)
+    def wrapper(region: Any) -> None:
+        enter(region)
         if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             region.had_cast_cache = True
             torch.set_autocast_cache_enabled(False)
-        return result
 
     return wrapper
 
 
 def _with_new_cache(leave: Callable) -> Callable:
-    """Wraps ``__exit__`` of such a region: casts from before it are forgotten."""
+    """Wraps ``__exit__``: casts from before the region are forgotten."""
 
     @functools.wraps(leave)
-    def wrapper(region: Any, *error: Any) -> Any:
+    def wrapper(region: Any, *error: Any) -> None:
         if vars(region).pop("had_cast_cache", False):
             torch.clear_autocast_cache()
             torch.set_autocast_cache_enabled(True)
-        return leave(region, *error)
+        leave(region, *error)
 
     return wrapper
 
 
 def _watch_regions() -> Undo:
     with ExitStack() as stack:
-        for region in _REGIONS:
+        # Where programs write weights. Other writes need ``.data``.
+        for region in (torch.no_grad, torch.inference_mode, torch.set_grad_enabled):
             stack.callback(replace_function(region, "__enter__", _without_cache))
             stack.callback(replace_function(region, "__exit__", _with_new_cache))
         return stack.pop_all().close
@@ -206,7 +201,7 @@ class ForwardHook(ModelHook):
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         autocast = None if self._autocast is None else self._autocast()
-        if autocast is None or self._act is None or not autocast._enabled:
+        if autocast is None or self._act is None or not autocast.enabled:
             return None
         return self._act(autocast, module, *given)
 
@@ -245,13 +240,8 @@ class Autocast:
         self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
         self._models = [weakref.ref(model) for model in models]
         self._thread = _ThreadState()
-        self._enabled = False
+        self.enabled = False  # whether ``enable`` was called and not undone
         self._paused = False
-
-    @property
-    def enabled(self) -> bool:
-        """Whether ``enable`` was called and not undone."""
-        return self._enabled
 
     @property
     def active(self) -> bool:
@@ -260,11 +250,11 @@ class Autocast:
         While enabled you can set it: False switches casts off in this thread and for forwards in others, True switches
         them on again. For a block of code use ``suspended``.
         """
-        return self._enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
+        return self.enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
 
     @active.setter
     def active(self, on: bool) -> None:
-        if not self._enabled:
+        if not self.enabled:
             return
         self._paused = not on
         for d in self.device_types:
@@ -279,34 +269,32 @@ class Autocast:
         Raises:
             AmpError: it is already enabled.
         """
-        if self._enabled:
+        if self.enabled:
             raise AmpError("Autocast.enable: this Autocast is enabled already. Call the first undo before.")
         with ExitStack() as stack:
             stack.callback(self._disabled)
             _enabled.append(self)
             stack.callback(_enabled.remove, self)
-            stack.callback(shared.acquire(_guard_bce, _guard_bce))
-            stack.callback(shared.acquire(_watch_regions, _watch_regions))
-            if "cpu" in self.device_types:
-                stack.callback(shared.acquire(install_kernels, install_kernels))
+            for install in (_guard_bce, _watch_regions, *([install_kernels] if "cpu" in self.device_types else [])):
+                stack.callback(shared.acquire(install, install))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # begin runs first and end always, so that they come in pairs.
                 begin, end = ForwardHook(self, Autocast._begin_forward), ForwardHook(self, Autocast._end_forward)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
             stack.callback(_ambient.add(self))
-            self._thread.home = self._enabled = True
+            self._thread.home = self.enabled = True
             return stack.pop_all().close
 
     def _disabled(self) -> None:
-        self._enabled = self._paused = self._thread.home = False
+        self.enabled = self._paused = self._thread.home = False
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
         """The autocast state for a forward that starts now. It is on if only the other thread had it off."""
         nesting, home = _nesting(), self._thread.home
         own = device_type in self.device_types
         on = torch.is_autocast_enabled(device_type) or (
-            own and self._enabled and not self._paused and not home and nesting == 0
+            own and self.enabled and not self._paused and not home and nesting == 0
         )
         # The user's own torch.autocast block may have chosen another dtype.
         keeps_dtype = not own or (home and nesting > 0)
@@ -370,7 +358,7 @@ class Autocast:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context without casts in this thread. May nest. Always restores the previous state. No host sync."""
-        if not self._enabled:
+        if not self.enabled:
             yield
             return
         if torch.compiler.is_compiling():  # no weight is stepped in compiled code, and no closure runs

@@ -280,10 +280,6 @@ class UpcastEntries(ModelHook):
                     state_dict[key] = self.shown(value, t)
 
 
-# The class name in pickled models.
-_UpcastEntries = UpcastEntries
-
-
 def install_state_dict_upcast(model: nn.Module, kind: type[UpcastEntries] = UpcastEntries) -> Undo:
     """Makes ``state_dict()`` of the model and its modules show fp16 and bf16 weights in fp32. No host sync.
 

@@ -9,34 +9,23 @@ group of parameters (2.11), or a list of groups. Whatever is missing raises ``Un
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels.sharding import is_fully_sharded, is_sharded
+from ampctx.kernels.sharding import is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-T = TypeVar("T")
-
-# A parameter has this attribute from its first gather on.
-_GATHERED = "_unsharded_param"
-
 # The policy and the mesh that ampctx itself has given, for a torch that keeps them elsewhere.
-_given: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
+GIVEN: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
 
 
 class UnknownTorchError(Exception):
     """This torch keeps policies elsewhere than the versions that ampctx supports."""
-
-
-def note_given(module: nn.Module, policy: MixedPrecisionPolicy, mesh: Any) -> None:
-    """Remembers what ``fully_shard`` was given for a module."""
-    _given[module] = policy, mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,71 +45,40 @@ class Unit:
     def __str__(self) -> str:
         return f'the unit "{self.name}"' if self.name else "the unit of the model itself"
 
-    @property
-    def _state(self) -> Any:
-        from torch.distributed.fsdp import fully_shard
+    def given(self) -> tuple[MixedPrecisionPolicy, dict[str, torch.dtype | None], list[Any]]:
+        """What ``fully_shard`` was given. Raises UnknownTorchError.
 
-        state = _read(fully_shard, "state")(self.modules[0])
-        if state is None:
-            raise UnknownTorchError
-        return state
-
-    def _groups(self) -> list[Any]:
-        state = self._state
-        if hasattr(state, "_fsdp_param_groups"):
-            return list(state._fsdp_param_groups)
-        group = _read(state, "_fsdp_param_group")
-        return [] if group is None else [group]
-
-    def _sharded(self) -> list[Any]:
-        """What torch keeps of each parameter."""
-        return [p for group in self._groups() for p in _read(group, "fsdp_params")]
-
-    def policy(self) -> MixedPrecisionPolicy:
-        """Raises UnknownTorchError."""
-        return self._known(lambda: _read(self._state, "_mp_policy"), lambda policy, mesh: policy)
-
-    def param_dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype that the policy casts each parameter to. None: it keeps its own. Raises UnknownTorchError."""
-        common = self.policy().param_dtype
-
-        def read() -> dict[int, torch.dtype | None]:
-            return {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in self._sharded()}
-
-        # From torch 2.15 on, a policy may have exceptions.
-        own = self._known(read, lambda policy, mesh: {})
-        return {name: own.get(id(p), common) for name, p in self.params.items()}
-
-    def left_out(self) -> list[str]:
-        """The parameters that ``fully_shard`` was told to ignore. Raises UnknownTorchError."""
-
-        def read() -> list[str]:
-            known = {id(getattr(p, name, None)) for p in self._sharded() for name in ("sharded_param", _GATHERED)}
-            return [name for name, p in self.params.items() if id(p) not in known]
-
-        return self._known(read, lambda policy, mesh: [name for name, p in self.params.items() if not is_sharded(p)])
-
-    def meshes(self) -> list[Any]:
-        """Lists of ranks, nested as the data-parallel mesh. Several if ``shard_placement_fn`` has named several, none
-        without parameters. Raises UnknownTorchError."""
-
-        def read() -> list[Any]:
-            found: list[Any] = []
-            for group in self._groups():
-                ranks = _read(group, "mesh_info").mesh.mesh.tolist()
-                found += [] if ranks in found else [ranks]
-            return found
-
-        return self._known(read, lambda policy, mesh: [] if mesh is None else [mesh.mesh.tolist()])
-
-    def _known(self, read: Callable[[], T], from_given: Callable[[MixedPrecisionPolicy, Any], T]) -> T:
-        """What torch's attributes say, or else what ampctx itself has given."""
+        Returns:
+            The policy; the dtype that it casts each parameter to, or None; the ranks of each data-parallel mesh, which
+            are several where ``shard_placement_fn`` has named several, and none without parameters.
+        """
+        meshes: list[Any] = []
         try:
-            return read()
+            state = _state_of(self.modules[0])
+            policy = _read(state, "_mp_policy")
+            several = hasattr(state, "_fsdp_param_groups")
+            found = state._fsdp_param_groups if several else [_read(state, "_fsdp_param_group")]
+            groups = [group for group in found if group is not None]
+            for ranks in (_read(group, "mesh_info").mesh.mesh.tolist() for group in groups):
+                meshes += [] if ranks in meshes else [ranks]
+            sharded = [p for group in groups for p in _read(group, "fsdp_params")]
+            # From torch 2.15 on, a policy may have exceptions.
+            own = {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in sharded}
         except UnknownTorchError:
-            if self.modules[0] not in _given:
+            if self.modules[0] not in GIVEN:
                 raise
-            return from_given(*_given[self.modules[0]])
+            (policy, mesh), own = GIVEN[self.modules[0]], {}
+            meshes = [] if mesh is None else [mesh.mesh.tolist()]
+        dtypes = {name: own.get(id(p), policy.param_dtype) for name, p in self.params.items()}
+        return policy, dtypes, meshes
+
+
+def _state_of(module: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    if (state := _read(fully_shard, "state")(module)) is None:
+        raise UnknownTorchError
+    return state
 
 
 def _read(holder: Any, name: str) -> Any:
@@ -142,11 +100,11 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, Tensor]]:
             continue
         seen.add(module)
         if is_fully_sharded(module):
-            one = Unit(name, [module], {})
             try:
-                unit = units.setdefault(id(one._state), one)
+                key: Any = id(_state_of(module))
             except UnknownTorchError:
-                unit = units.setdefault(module, one)
+                key = module
+            unit = units.setdefault(key, Unit(name, [module], {}))
             if module not in unit.modules:
                 unit.modules.append(module)
         params = outside if unit is None else unit.params

@@ -96,7 +96,7 @@ def with_tables(kept: KeptModules, models: Sequence[nn.Module]) -> KeptModules:
     of rotary embeddings and schedules. A module without forward computes nothing, and is cast. No host sync.
     """
     found = list[nn.Module]()
-    left, seen = list(models), set(kept.modules)
+    left, seen, wide = list(models), set(kept.modules), (torch.float32, torch.float64)
     while left:
         module = left.pop()
         if module in seen or isinstance(module, ParametrizationList):  # which computes in fp32 already
@@ -104,17 +104,12 @@ def with_tables(kept: KeptModules, models: Sequence[nn.Module]) -> KeptModules:
         seen.add(module)
         if type(module).forward is nn.Module.forward or any(True for _ in module.parameters()):
             left += module.children()
-        elif any(_is_table(m, t) for m in module.modules() for t in m.buffers(recurse=False)):
+        elif any(
+            t.dtype in wide and not is_statistic(m, t) for m in module.modules() for t in m.buffers(recurse=False)
+        ):
             found.append(module)
-    inside = {m for module in found for m in module.modules()}
-    cast = {t for model in models for m in model.modules() if m not in inside for t in m.buffers(recurse=False)}
-    entries = [module for module in found if cast.isdisjoint(module.buffers())]
-    modules = kept.modules.union(*(module.modules() for module in entries))
-    return replace(kept, modules=modules, entries=(*kept.entries, *entries))
-
-
-def _is_table(module: nn.Module, t: Tensor) -> bool:
-    return t.dtype in (torch.float32, torch.float64) and not is_statistic(module, t)
+    modules = kept.modules.union(*(module.modules() for module in found))
+    return replace(kept, modules=modules, entries=(*kept.entries, *found))
 
 
 def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.Module) -> bool:

@@ -426,19 +426,11 @@ def without_a_forward():
     return model
 
 
-def with_a_shared_table():
-    model = Beside()
-    model.rotary = Rotary()
-    model.rotary.frequencies = model.table
-    return model
-
-
 ROUNDED = {
     "beside parameters": (Beside, "table"),
     "too large": (lambda: Beside(-1e38), "table"),
     "beside those of children": (lambda: nn.Sequential(nn.Sequential(Beside())), "0.0.table"),
     "of a module without forward": (without_a_forward, "holder.table"),
-    "shared": (with_a_shared_table, "table, rotary.frequencies"),
     "few digits": (lambda: Beside(0.25), None),
 }
 

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from ampctx import GradScaler, clip_grad_norm_
+from ampctx import GradScaler, clip_grad_norm_, distributed
 from ampctx.amp import AmpSession
-from ampctx.distributed import mixed_precision_policy
 from ampctx.optimizers import FusedAdam
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -222,8 +221,8 @@ def test_dtensors_step_as_plain_tensors(name, how, mesh):
 @pytest.mark.parametrize("level", LEVELS_HERE)
 def test_shards_step_by_the_grad_dtype_that_torch_leaves_them(level, mesh):
     """torch before 2.15 drops it, and refuses one that a shard gets in its backward."""
-    model = fully_shard(mlp(B16), mesh=mesh, mp_policy=mixed_precision_policy(level))
-    session = AmpSession()
+    given = distributed.mixed_precision_policy(level)
+    model, session = fully_shard(mlp(B16), mesh=mesh, mp_policy=given), AmpSession()
     kept = {p.grad_dtype for p in model.parameters()}
     model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
     twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in model.parameters()]
