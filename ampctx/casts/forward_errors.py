@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ampctx._errors import AmpError
-from ampctx.kernels.sharding import is_sharded
 
 # What torch's texts have in common, and what to write. The first row that fits counts.
 _CURES = (
@@ -49,7 +48,7 @@ def note_dtypes(model: nn.Module, low: torch.dtype, has_low_weights: bool) -> No
     place = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
     kept = f'Or keep the module in fp32: keep_fp32="{name}". ' if name else ""
     params = list(model.parameters()) if has_low_weights else ()
-    if params and not any(p.dtype == low or is_sharded(p) for p in params):
+    if params and all(type(p) is nn.Parameter and p.dtype != low for p in params):  # no DTensors
         now, kept = str(params[0].dtype).removeprefix("torch."), ""
         cure = f"But weights are {now} now: converted after amp.initialize. Use amp.master_model(model)."
     error.add_note(

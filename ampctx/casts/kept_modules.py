@@ -104,9 +104,7 @@ def with_tables(kept: KeptModules, models: Sequence[nn.Module]) -> KeptModules:
         seen.add(module)
         if type(module).forward is nn.Module.forward or any(True for _ in module.parameters()):
             left += module.children()
-        elif any(
-            t.dtype in wide and not is_statistic(m, t) for m in module.modules() for t in m.buffers(recurse=False)
-        ):
+        elif any(t.dtype in wide and not is_statistic(m, t) for m in module.modules() for t in m.buffers(False)):
             found.append(module)
     modules = kept.modules.union(*(module.modules() for module in found))
     return replace(kept, modules=modules, entries=(*kept.entries, *found))

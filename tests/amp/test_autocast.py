@@ -296,15 +296,8 @@ def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     assert model.fc.weight.grad.abs().sum() > 0
 
 
-WRITES = {
-    "data.copy_": lambda p, value: p.data.copy_(value),
-    "data": lambda p, value: setattr(p, "data", value.clone()),
-}
-REGIONS = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "set_grad_enabled": functools.partial(torch.set_grad_enabled, False),
-}
+WRITES = [lambda p, value: p.data.copy_(value), lambda p, value: setattr(p, "data", value.clone())]
+REGIONS = [torch.no_grad, torch.inference_mode, functools.partial(torch.set_grad_enabled, False)]
 
 
 @pytest.mark.parametrize("region", REGIONS)
@@ -314,11 +307,11 @@ def test_weights_that_are_swapped_inside_a_forward_are_never_stale(enabled, writ
 
     class Policy(Layer):
         def swapped(self, x):
-            with REGIONS[region]():
+            with region():
                 before = self.fc(x)
-                WRITES[write](self.fc.weight, other)
+                write(self.fc.weight, other)
                 result = self.fc(x)
-                WRITES[write](self.fc.weight, own)
+                write(self.fc.weight, own)
             return before, result
 
         def forward(self, x):

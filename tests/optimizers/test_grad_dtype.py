@@ -221,10 +221,9 @@ def test_dtensors_step_as_plain_tensors(name, how, mesh):
 @pytest.mark.parametrize("level", LEVELS_HERE)
 def test_shards_step_by_the_grad_dtype_that_torch_leaves_them(level, mesh):
     """torch before 2.15 drops it, and refuses one that a shard gets in its backward."""
-    given = distributed.mixed_precision_policy(level)
-    model, session = fully_shard(mlp(B16), mesh=mesh, mp_policy=given), AmpSession()
+    model = fully_shard(mlp(B16), mesh=mesh, mp_policy=distributed.mixed_precision_policy(level))
     kept = {p.grad_dtype for p in model.parameters()}
-    model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
+    model, optimizer = start(session := AmpSession(), level, FusedAdam, model, loss_scale=SCALE)
     twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in model.parameters()]
     backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
     assert {p.grad.dtype for p in model.parameters()} == kept
