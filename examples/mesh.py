@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import amp, clip_grad_norm_, optimizers
+from ampctx.distributed import mixed_precision_policy
 
 BATCH = 32  # of all ranks together
 # The dimensions of the mesh. The first of two has two ranks.
@@ -52,7 +53,7 @@ def make_mesh(engine: str, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, sizes, mesh_dim_names=names) if names else None
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh | None) -> None:
+def shard(model: nn.Sequential, mesh: DeviceMesh | None, opt_level: str) -> None:
     """Tensor parallelism and fully_shard come before amp.initialize."""
     names = () if mesh is None else mesh.mesh_dim_names
     blocks = [module for module in model if isinstance(module, Block)]
@@ -61,9 +62,8 @@ def shard(model: nn.Sequential, mesh: DeviceMesh | None) -> None:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if "shard" in names:
         data = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
-        for block in blocks:
-            fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
+        for module in (*blocks, model):
+            fully_shard(module, mesh=data, mp_policy=mixed_precision_policy(opt_level))
 
 
 def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def train(args, device: torch.device, images: Tensor, labels: Tensor) -> tuple[n
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Block(64), Block(64), nn.Linear(64, 10)).to(device)
     mesh = make_mesh(args.engine, device)
-    shard(model, mesh)
+    shard(model, mesh, args.opt_level)
 
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.003)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)

@@ -5,7 +5,6 @@ The fp32 shards are the masters. The mixed-precision policy of each unit casts t
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,10 @@ from ampctx._collectives import is_rank_zero
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.casts.casting import install_io_casts, modules_in_fp32
-from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
+from ampctx.casts.casting import modules_in_fp32
+from ampctx.casts.fsdp_units import GIVEN, Unit, UnknownTorchError, units_of
 from ampctx.casts.kept_modules import KeptModules, find_kept
-from ampctx.kernels.sharding import is_fully_sharded
+from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- before initialize ------------------------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ def fully_shard(
                 f"fully_shard: torch {torch.__version__} takes no parametrization as a unit, and at {opt_level} they "
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
-        note_given(module, given, mesh)
+        GIVEN[module] = given, mesh
     lost = [name for name, p in model.named_parameters() if wanted.get(name, p.grad_dtype) != p.grad_dtype]
     if lost and is_rank_zero():
         warn(
@@ -152,24 +151,12 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
 
 
 class Sharded(NamedTuple):
-    """What ``initialize`` does to a sharded model in place of casting it. ``policy``: what units ``without`` one get.
-    ``kept``: fp32 modules that are units, and hand their outputs over in 16 bits. ``casts_outputs``: the policy of the
-    model itself has an ``output_dtype``; the level's comes after it."""
+    """What ``initialize`` does to a sharded model in place of casting it. ``kept``: fp32 modules that are units, and
+    hand their outputs over in 16 bits. ``casts_outputs``: the policy of the model itself has an ``output_dtype``; the
+    level's comes after it."""
 
-    policy: Any
-    without: list[Unit]
     kept: list[nn.Module]
     casts_outputs: bool
-
-    def apply(self, undo: ExitStack) -> None:
-        """Raises AmpError if a policy did not take. ``undo`` restores the former ones."""
-        for unit in self.without:
-            try:
-                undo.callback(unit.set_policy(self.policy))
-            except UnknownTorchError:
-                raise _unknown_torch(unit, self.policy) from None
-        for module in self.kept:
-            undo.callback(install_io_casts(module, None, self.policy.param_dtype))
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
@@ -198,21 +185,20 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it out.'
         )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
-    without, casts_outputs = list[Unit](), False
+    casts_outputs = False
     meshes, sums = list[tuple[Unit, Any]](), list[tuple[Unit, Any]]()
     for unit in units:
+        if names := [name for name, p in unit.params.items() if not is_sharded(p)]:  # in ignored_params
+            raise _in_no_unit(names[0], low)
         try:
-            if names := unit.left_out():
-                raise _in_no_unit(names[0], low)
-            meshes += [(unit, mesh) for mesh in unit.meshes()]
-            given = unit.policy()
-            casts_outputs |= model in unit.modules and given.output_dtype is not None
-            lacks = given == type(given)()
-            if _is_16_bit(unit, None if lacks else given, wanted, in_fp32, keeper):
-                without += [unit] * lacks
-                sums += [(unit, (wanted if lacks else given).reduce_dtype)] * bool(unit.params)
+            given, dtypes, ranks_of = unit.given()
         except UnknownTorchError:
-            raise _unknown_torch(unit, wanted) from None
+            text = f"ampctx cannot read the policy of {unit} in torch {torch.__version__}. Shard the model by:"
+            raise _refused(text + _lines(wanted)[0]) from None
+        meshes += [(unit, mesh) for mesh in ranks_of]
+        casts_outputs |= model in unit.modules and given.output_dtype is not None
+        if _is_16_bit(unit, given, dtypes, wanted, in_fp32, keeper):
+            sums += [(unit, given.reduce_dtype)] * bool(unit.params)
     for one, ranks, other, others in _different(meshes):
         raise _refused(
             f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
@@ -221,37 +207,42 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     for one, dtype, other, another in _different(sums):
         raise _refused(
             f"{one} and {other} have several policies: gradients are summed in {dtype} and in {another}. Pass one "
-            f"policy to each fully_shard:{_lines(wanted)}"
+            f"policy to each fully_shard:{_lines(wanted)[1]}"
         )
     roots = [m for unit in units for m in unit.modules if m in in_fp32 and m is not model]
-    return Sharded(wanted, without, [m for m in roots if m not in kept.entries], casts_outputs)
+    return Sharded([m for m in roots if m not in kept.entries], casts_outputs)
 
 
-def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], keeper: dict[int, nn.Module]) -> bool:
-    """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
-    that keeps a parameter in fp32, by id. Refuses a policy of another level, two dtypes, and a run without policy."""
+def _is_16_bit(unit: Unit, policy: Any, dtypes: Any, wanted: Any, in_fp32: set[nn.Module], keeper: Any) -> bool:
+    """Whether a unit computes in 16 bits at the level. ``keeper``: the module that keeps a parameter in fp32, by id.
+    Refuses a unit without policy, a policy of another level, and two dtypes."""
+    by_us, by_hand = _lines(wanted)
     floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
     kept = [name for name, p in floating.items() if id(p) in keeper]
     low = [name for name, p in floating.items() if id(p) not in keeper]
     if not low and (kept or in_fp32.issuperset(unit.modules)):
-        for name, dtype in unit.param_dtypes().items():
+        for name, dtype in dtypes.items():
             if dtype not in (None, torch.float32):
                 raise _refused(
                     f'"{name}" stays in fp32, and {unit} casts it to {dtype}. Leave mp_policy out of this fully_shard.'
                 )
         return False
     level = f"and the level computes in {wanted.param_dtype}"
-    dtypes = unit.param_dtypes() if given is not None else dict.fromkeys(floating, wanted.param_dtype)
+    if low and policy == type(policy)():
+        raise _refused(
+            f"{unit} has no mp_policy, {level}. torch takes a policy in fully_shard alone. Shard the model by:{by_us}"
+            f"or pass the level's policy:{by_hand}"
+        )
     for name in low:
         if dtypes[name] != wanted.param_dtype:
             has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
             raise _refused(
                 f"{unit} has a policy that {has}, {level}. If fully_shard got keep_fp32, pass the same to "
-                f"amp.initialize. Else pass the level's policy:{_lines(wanted)}"
+                f"amp.initialize. Else pass the level's policy:{by_hand}"
             )
-    if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
+    if not low and policy.param_dtype not in (None, wanted.param_dtype):
         raise _refused(
-            f"{unit} has a policy that casts its inputs to {given.param_dtype}, {level}. Pass its:{_lines(wanted)}"
+            f"{unit} has a policy that casts its inputs to {policy.param_dtype}, {level}. Pass its:{by_hand}"
         )
     for name in kept:
         if dtypes[name] not in (None, torch.float32):
@@ -262,11 +253,6 @@ def _is_16_bit(unit: Unit, given: Any, wanted: Any, in_fp32: set[nn.Module], kee
                 f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
                 "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32."
             )
-    if given is None and unit.has_run():
-        raise _refused(
-            f"{unit} has run its forward without a policy, in fp32. Call amp.initialize before the first forward, or "
-            f"pass its policy:{_lines(wanted)}"
-        )
     return True
 
 
@@ -286,16 +272,10 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any
     return [(*found[0], *entry) for entry in found if entry[1] != found[0][1]]
 
 
-def _lines(wanted: Any) -> str:
+def _lines(wanted: Any) -> tuple[str, str]:
+    """What to write: a call for the whole model, or one for each unit."""
+    level, module = "O2" if wanted.param_dtype == torch.float16 else "O5", "ampctx.distributed"
     return (
-        f"\n    policy = MixedPrecisionPolicy(param_dtype={wanted.param_dtype}, reduce_dtype={wanted.reduce_dtype})"
-        "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit\n"
-    )
-
-
-def _unknown_torch(unit: Unit, wanted: Any) -> AmpError:
-    level = "O2" if wanted.param_dtype == torch.float16 else "O5"
-    return _refused(
-        f"ampctx cannot read or set the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
-        f'    model = ampctx.distributed.fully_shard(model, "{level}", mesh=mesh, units=[...])\n'
+        f'\n    model = {module}.fully_shard(model, "{level}", mesh=mesh, units=[...])\n',
+        f'\n    fully_shard(module, mesh=mesh, mp_policy={module}.mixed_precision_policy("{level}"))  # each unit\n',
     )

@@ -35,11 +35,12 @@ from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, ba
 from ampctx.amp.setup import finalizer, is_optimizer
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
-from ampctx.casts.arguments import Undo
+from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.casts.autocast import Autocast
+from ampctx.casts.forward_errors import note_casts_off
 from ampctx.casts.fp32_ops import install_fp32_ops, op_names
 from ampctx.casts.functions import FunctionCasts
-from ampctx.casts.kept_modules import find_kept, install_without_casts
+from ampctx.casts.kept_modules import find_kept, install_without_casts, with_tables
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
@@ -271,6 +272,8 @@ class AmpSession:
         casting.check_models(model_list, self.allow_incoming_model_not_fp32, policy.input_dtype)
         setup.check(model_list, optimizer_list, self._bindings, policy)
         kept = find_kept(model_list, policy.keep_fp32)
+        if policy.input_dtype in LOW_PRECISION:
+            kept = with_tables(kept, model_list)
         plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
         sharded = {model: plan for model, plan in plans if plan is not None}
         if policy.master_weights == "split":
@@ -300,6 +303,8 @@ class AmpSession:
             undo.callback(setup.put_back, originals)
             undo.callback(misuse.note_models(model_list, self))
             originals.update(setup.cast_models(undo, policy, model_list, kept, sharded))
+            if verbosity > 0 and is_rank_zero() and policy.input_dtype in LOW_PRECISION:
+                setup.warn_of_rounded(model_list, originals)
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
@@ -450,8 +455,10 @@ class AmpSession:
             if block.facts is not None:
                 tell(self._events.left, block.facts)
             self._leave(block)
-        except BaseException:
+        except BaseException as error:
             block.abandon()
+            if self._casts.enabled:
+                note_casts_off(error)
             raise
         finally:
             try:

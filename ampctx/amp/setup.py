@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.fully_sharded import Sharded
 from ampctx.amp.options import PrecisionPolicy
 from ampctx.amp.step import OptimizerBinding
@@ -172,7 +172,8 @@ def cast_models(
     originals: dict[Tensor, Tensor] = {}
     for model in models:
         if model in sharded:
-            sharded[model].apply(undo)
+            for module in sharded[model].kept:
+                undo.callback(casting.install_io_casts(module, None, policy.input_dtype))
         elif policy.input_dtype is not None:
             keep_bn = bool(policy.keep_batchnorm_fp32)
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
@@ -190,6 +191,17 @@ def cast_models(
             if module not in models:
                 undo.callback(casting.install_io_casts(module, torch.float32, policy.input_dtype))
     return originals
+
+
+def warn_of_rounded(models: Sequence[nn.Module], originals: Mapping[Tensor, Tensor]) -> None:
+    """Warns, once, of buffers that the cast has rounded. Host sync where it has cast some."""
+    if names := [name for model in models for name in casting.rounded_buffers(model, originals)]:
+        warn(
+            f"amp.initialize: buffers lose digits in 16 bits: {listed(names)}. A buffer is cast with the parameters of "
+            "its module. If it is a table (positions, frequencies, a schedule), register it in a module without "
+            "parameters, which computes in fp32 and is called as a function, or pass its module to keep_fp32. "
+            "See docs/levels.md#buffers-at-o2-o3-and-o5."
+        )
 
 
 def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterParams], have_masters: bool) -> None:

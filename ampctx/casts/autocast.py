@@ -3,9 +3,10 @@
 ``Autocast.enable`` switches autocast on for the calling thread, so that a loss computed outside the model is cast too.
 It adds three things to torch's autocast:
 
-- Hooks on the model switch the cache of cast weights on for a forward only, and clear it before and after. The cache
-  cannot outlive a change of a weight, nor hold memory. The hooks also switch casts on in other threads, because
-  autocast's state belongs to a thread.
+- Hooks on the model switch the cache of cast weights on for a forward only, and clear it before and after. Inside
+  ``torch.no_grad()``, where programs write weights, it is off, and its end clears it. The cache cannot outlive a change
+  of a weight, nor hold memory. The hooks also switch casts on in other threads, because autocast's state belongs to a
+  thread.
 - Ops that torch's CPU autocast leaves alone get kernels, so one cast table holds on every device. Dispatcher kernels
   also reach ops inside ops (the log_softmax in cross_entropy) and work under torch.compile. While an ``Autocast`` is
   enabled they serve every autocast region on the CPU, because activation checkpointing must recompute the same values.
@@ -45,8 +46,7 @@ _enabled: list[Autocast] = []
 
 
 def _latest_active() -> Autocast | None:
-    active = [autocast for autocast in _enabled if autocast.active]
-    return active[-1] if active else None
+    return next((autocast for autocast in reversed(_enabled) if autocast.active), None)
 
 
 def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autocast) -> Tensor:
@@ -66,6 +66,41 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
 def _guard_bce() -> Undo:
     guarded = functools.partial(cast_function, active=_latest_active, call=_call_bce)
     return replace_function(F, "binary_cross_entropy", guarded)
+
+
+def _without_cache(enter: Callable) -> Callable:
+    """Wraps ``__enter__`` of a region: no weight that is cast inside it is cached."""
+
+    @functools.wraps(enter)
+    def wrapper(region: Any) -> None:
+        enter(region)
+        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+            region.had_cast_cache = True
+            torch.set_autocast_cache_enabled(False)
+
+    return wrapper
+
+
+def _with_new_cache(leave: Callable) -> Callable:
+    """Wraps ``__exit__``: casts from before the region are forgotten."""
+
+    @functools.wraps(leave)
+    def wrapper(region: Any, *error: Any) -> None:
+        if vars(region).pop("had_cast_cache", False):
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(True)
+        leave(region, *error)
+
+    return wrapper
+
+
+def _watch_regions() -> Undo:
+    with ExitStack() as stack:
+        # Where programs write weights. Other writes need ``.data``.
+        for region in (torch.no_grad, torch.inference_mode, torch.set_grad_enabled):
+            stack.callback(replace_function(region, "__enter__", _without_cache))
+            stack.callback(replace_function(region, "__exit__", _with_new_cache))
+        return stack.pop_all().close
 
 
 # --- the state of a thread --------------------------------------------------------------------------------------------
@@ -166,7 +201,7 @@ class ForwardHook(ModelHook):
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         autocast = None if self._autocast is None else self._autocast()
-        if autocast is None or self._act is None or not autocast._enabled:
+        if autocast is None or self._act is None or not autocast.enabled:
             return None
         return self._act(autocast, module, *given)
 
@@ -205,13 +240,8 @@ class Autocast:
         self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
         self._models = [weakref.ref(model) for model in models]
         self._thread = _ThreadState()
-        self._enabled = False
+        self.enabled = False  # whether ``enable`` was called and not undone
         self._paused = False
-
-    @property
-    def enabled(self) -> bool:
-        """Whether ``enable`` was called and not undone."""
-        return self._enabled
 
     @property
     def active(self) -> bool:
@@ -220,11 +250,11 @@ class Autocast:
         While enabled you can set it: False switches casts off in this thread and for forwards in others, True switches
         them on again. For a block of code use ``suspended``.
         """
-        return self._enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
+        return self.enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
 
     @active.setter
     def active(self, on: bool) -> None:
-        if not self._enabled:
+        if not self.enabled:
             return
         self._paused = not on
         for d in self.device_types:
@@ -239,33 +269,32 @@ class Autocast:
         Raises:
             AmpError: it is already enabled.
         """
-        if self._enabled:
+        if self.enabled:
             raise AmpError("Autocast.enable: this Autocast is enabled already. Call the first undo before.")
         with ExitStack() as stack:
             stack.callback(self._disabled)
             _enabled.append(self)
             stack.callback(_enabled.remove, self)
-            stack.callback(shared.acquire(_guard_bce, _guard_bce))
-            if "cpu" in self.device_types:
-                stack.callback(shared.acquire(install_kernels, install_kernels))
+            for install in (_guard_bce, _watch_regions, *([install_kernels] if "cpu" in self.device_types else [])):
+                stack.callback(shared.acquire(install, install))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # begin runs first and end always, so that they come in pairs.
                 begin, end = ForwardHook(self, Autocast._begin_forward), ForwardHook(self, Autocast._end_forward)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
             stack.callback(_ambient.add(self))
-            self._thread.home = self._enabled = True
+            self._thread.home = self.enabled = True
             return stack.pop_all().close
 
     def _disabled(self) -> None:
-        self._enabled = self._paused = self._thread.home = False
+        self.enabled = self._paused = self._thread.home = False
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
         """The autocast state for a forward that starts now. It is on if only the other thread had it off."""
         nesting, home = _nesting(), self._thread.home
         own = device_type in self.device_types
         on = torch.is_autocast_enabled(device_type) or (
-            own and self._enabled and not self._paused and not home and nesting == 0
+            own and self.enabled and not self._paused and not home and nesting == 0
         )
         # The user's own torch.autocast block may have chosen another dtype.
         keeps_dtype = not own or (home and nesting > 0)
@@ -318,7 +347,7 @@ class Autocast:
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
-            note_dtypes(module, self.dtype)
+            note_dtypes(module, self.dtype, False)
         if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()
@@ -329,7 +358,7 @@ class Autocast:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context without casts in this thread. May nest. Always restores the previous state. No host sync."""
-        if not self._enabled:
+        if not self.enabled:
             yield
             return
         if torch.compiler.is_compiling():  # no weight is stepped in compiled code, and no closure runs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +25,7 @@ from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, map_floating
 from ampctx.casts.forward_errors import note_dtypes
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
+from ampctx.kernels.tensor_loops import has_values
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ def modules_in_fp32(
     return kept
 
 
-def _is_statistic(module: nn.Module, t: Tensor) -> bool:
+def is_statistic(module: nn.Module, t: Tensor) -> bool:
     """Running statistics, whose small updates would vanish in 16 bits."""
     return isinstance(module, _NormBase) and (t is module.running_mean or t is module.running_var)
 
@@ -152,7 +153,7 @@ def cast_model(
 ) -> tuple[Undo, dict[Tensor, Tensor]]:
     """Casts every floating parameter, buffer and gradient of a model in place. No host sync.
 
-    Parametrizations compute in fp32. Their result is cast.
+    Parametrizations compute in fp32. Their result is cast. Buffers in fp64 stay, unless parameters are in fp64 too.
 
     Args:
         model: any module. Complex, integer and bool tensors do not change. Lazy parameters take the dtype when they
@@ -160,7 +161,7 @@ def cast_model(
         dtype: the floating dtype to cast to.
         keep_batchnorm_fp32: batch norms, and instance norms with statistics, stay in fp32. Other norms are cast.
         keep_fp32: modules whose parameters and buffers stay in fp32.
-        keep_statistics_fp32: False keeps only affine batch norms in fp32, as apex does.
+        keep_statistics_fp32: False keeps only affine batch norms in fp32 and casts fp64 buffers, as apex does.
 
     Returns:
         The undo, which casts current values back to the original dtypes, and the original data of each parameter and
@@ -172,6 +173,7 @@ def cast_model(
     originals: dict[Tensor, Tensor] = {}
     parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
     in_fp32 = modules_in_fp32(model, keep_batchnorm_fp32, keep_fp32, keep_statistics_fp32)
+    keeps_fp64 = keep_statistics_fp32 and all(p.dtype != torch.float64 for p in model.parameters())
     # Weak, so that the undo does not keep the model alive.
     model_ref = weakref.ref(model)
     with ExitStack() as stack:
@@ -180,9 +182,9 @@ def cast_model(
             # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
             keeps_statistics = keep_batchnorm_fp32 and keep_statistics_fp32
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                stays = module in in_fp32 or (keeps_statistics and _is_statistic(module, t))
+                stays = module in in_fp32 or (keeps_statistics and is_statistic(module, t))
                 to = torch.float32 if stays else dtype
-                if not t.is_floating_point() or t.dtype == to:
+                if not t.is_floating_point() or t.dtype == to or (keeps_fp64 and t.dtype == torch.float64):
                     continue
                 _refuse_sharded(t, to)
                 stack.callback(_set_former, weakref.ref(t), t.dtype)
@@ -193,6 +195,25 @@ def cast_model(
             stack.callback(parametrization.register_forward_hook(_CastOutputs(dtype)).remove)
         _flatten_rnns(model_ref)
         return stack.pop_all().close, originals
+
+
+@torch.no_grad()
+def rounded_buffers(model: nn.Module, originals: Mapping[Tensor, Tensor]) -> list[str]:
+    """The names of buffers that ``cast_model`` has moved by more than 1e-4 of their largest value. Host sync.
+
+    fp16 moves a number by up to 5e-4 of itself, and bf16 by 4e-3: masks and counts stay what they are, tables do not.
+    """
+    found = []
+    for path, module in model.named_modules():
+        for name, t in module.named_buffers(path, recurse=False):
+            exact = originals.get(t)
+            if exact is None or is_statistic(module, t) or not has_values(t) or not t.numel():
+                continue
+            size = exact.abs()
+            bound = 1e-4 * size.where(size.isfinite(), 0).amax()
+            if ((t.to(exact.dtype) - exact).abs() > bound).any():
+                found.append(name)
+    return found
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------------
@@ -216,7 +237,7 @@ class _CastOutputs(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if output is None and self.low is not None:
-            note_dtypes(module, self.low)
+            note_dtypes(module, self.low, True)
         return map_floating(output, self.dtype)
 
 
@@ -257,10 +278,6 @@ class UpcastEntries(ModelHook):
                 value = state_dict.get(key)
                 if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
                     state_dict[key] = self.shown(value, t)
-
-
-# The class name in pickled models.
-_UpcastEntries = UpcastEntries
 
 
 def install_state_dict_upcast(model: nn.Module, kind: type[UpcastEntries] = UpcastEntries) -> Undo:

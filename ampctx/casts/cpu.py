@@ -48,12 +48,16 @@ def _kernel(op: Any, rule: Rule) -> Callable:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast(args, kwargs)
-        # Exiting torch.autocast would clear the cache of cast weights.
+        # Exiting torch.autocast would clear the cache of cast weights. An interrupt may arrive in ``finally``, too.
         try:
-            torch.set_autocast_enabled("cpu", False)
-            return run(*args, **kwargs)
-        finally:
+            try:
+                torch.set_autocast_enabled("cpu", False)
+                return run(*args, **kwargs)
+            finally:
+                torch.set_autocast_enabled("cpu", True)
+        except BaseException:
             torch.set_autocast_enabled("cpu", True)
+            raise
 
     return kernel
 

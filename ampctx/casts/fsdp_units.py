@@ -1,48 +1,31 @@
 """The units of ``fully_shard``: their parameters, meshes and mixed-precision policies.
 
-torch takes a policy in ``fully_shard`` alone, and has no public way to read or set one later. This module is the only
-one that touches torch's private attributes for that. They are the same in torch 2.11 to 2.15, apart from two:
-
-- a state has one group of parameters (2.11), or a list of groups
-- groups keep the policy beside their parameters (until 2.14)
-
-Whatever is missing raises ``UnknownTorchError``. ``tests/reliability/test_fsdp_levels.py`` guards these names: a policy
-set here trains bit for bit like one given to ``fully_shard``.
+torch takes a policy in ``fully_shard`` alone, and has no public way to read one later. This module is the only one that
+reads torch's private attributes for that. They are the same in torch 2.11 to 2.15, apart from one: a state has one
+group of parameters (2.11), or a list of groups. Whatever is missing raises ``UnknownTorchError``.
+``tests/reliability/test_fsdp_levels.py`` guards these names.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ampctx.casts.arguments import Undo
-from ampctx.kernels.sharding import is_fully_sharded, is_sharded
+from ampctx.kernels.sharding import is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-T = TypeVar("T")
-
-# A parameter has this attribute from its first gather on.
-_GATHERED = "_unsharded_param"
-
 # The policy and the mesh that ampctx itself has given, for a torch that keeps them elsewhere.
-_given: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
+GIVEN: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
 
 
 class UnknownTorchError(Exception):
     """This torch keeps policies elsewhere than the versions that ampctx supports."""
-
-
-def note_given(module: nn.Module, policy: MixedPrecisionPolicy, mesh: Any) -> None:
-    """Remembers what ``fully_shard`` was given for a module."""
-    _given[module] = policy, mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,119 +45,40 @@ class Unit:
     def __str__(self) -> str:
         return f'the unit "{self.name}"' if self.name else "the unit of the model itself"
 
-    @property
-    def _state(self) -> Any:
-        from torch.distributed.fsdp import fully_shard
+    def given(self) -> tuple[MixedPrecisionPolicy, dict[str, torch.dtype | None], list[Any]]:
+        """What ``fully_shard`` was given. Raises UnknownTorchError.
 
-        state = _read(fully_shard, "state")(self.modules[0])
-        if state is None:
-            raise UnknownTorchError
-        return state
-
-    def _groups(self) -> list[Any]:
-        state = self._state
-        if hasattr(state, "_fsdp_param_groups"):
-            return list(state._fsdp_param_groups)
-        group = _read(state, "_fsdp_param_group")
-        return [] if group is None else [group]
-
-    def _sharded(self) -> list[Any]:
-        """What torch keeps of each parameter."""
-        return [p for group in self._groups() for p in _read(group, "fsdp_params")]
-
-    def policy(self) -> MixedPrecisionPolicy:
-        """Raises UnknownTorchError."""
-        return self._known(lambda: _read(self._state, "_mp_policy"), lambda policy, mesh: policy)
-
-    def param_dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype that the policy casts each parameter to. None: it keeps its own. Raises UnknownTorchError."""
-        common = self.policy().param_dtype
-
-        def read() -> dict[int, torch.dtype | None]:
-            return {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in self._sharded()}
-
-        # From torch 2.15 on, a policy may have exceptions.
-        own = self._known(read, lambda policy, mesh: {})
-        return {name: own.get(id(p), common) for name, p in self.params.items()}
-
-    def left_out(self) -> list[str]:
-        """The parameters that ``fully_shard`` was told to ignore. Raises UnknownTorchError."""
-
-        def read() -> list[str]:
-            known = {id(getattr(p, name, None)) for p in self._sharded() for name in ("sharded_param", _GATHERED)}
-            return [name for name, p in self.params.items() if id(p) not in known]
-
-        return self._known(read, lambda policy, mesh: [name for name, p in self.params.items() if not is_sharded(p)])
-
-    def meshes(self) -> list[Any]:
-        """Lists of ranks, nested as the data-parallel mesh. Several if ``shard_placement_fn`` has named several, none
-        without parameters. Raises UnknownTorchError."""
-
-        def read() -> list[Any]:
-            found: list[Any] = []
-            for group in self._groups():
-                ranks = _read(group, "mesh_info").mesh.mesh.tolist()
-                found += [] if ranks in found else [ranks]
-            return found
-
-        return self._known(read, lambda policy, mesh: [] if mesh is None else [mesh.mesh.tolist()])
-
-    def _known(self, read: Callable[[], T], from_given: Callable[[MixedPrecisionPolicy, Any], T]) -> T:
-        """What torch's attributes say, or else what ampctx itself has given."""
-        try:
-            return read()
-        except UnknownTorchError:
-            if self.modules[0] not in _given:
-                raise
-            return from_given(*_given[self.modules[0]])
-
-    def has_run(self) -> bool:
-        """Whether a forward has gathered the parameters, in the dtype of its policy. Raises UnknownTorchError."""
-        return any(hasattr(p, _GATHERED) for p in self._sharded())
-
-    def set_policy(self, policy: MixedPrecisionPolicy) -> Undo:
-        """Replaces the policy. No host sync, no collective.
-
-        Returns the undo. It works after forwards, too: the next one gathers the parameters anew.
-
-        Raises:
-            UnknownTorchError: it did not take. Nothing has changed then.
+        Returns:
+            The policy; the dtype that it casts each parameter to, or None; the ranks of each data-parallel mesh, which
+            are several where ``shard_placement_fn`` has named several, and none without parameters.
         """
-        with ExitStack() as undo:
-            # Weak, so that the undo does not keep the model alive.
-            undo.callback(_restore, weakref.ref(self.modules[0]), self.policy())
-            self._put(policy)
-            for p in self._sharded():
-                # What torch has made of the policy. It leaves out a cast to the dtype of the parameter.
-                own = _read(p, "sharded_param").dtype
-                if own.is_floating_point and (_read(p, "param_dtype") or own) != (policy.param_dtype or own):
-                    raise UnknownTorchError
-            return undo.pop_all().close
-
-    def _put(self, policy: MixedPrecisionPolicy) -> None:
-        state, groups, sharded = self._state, self._groups(), self._sharded()
-        places = [(state, "_mp_policy"), *((p, "mp_policy") for p in sharded)]
-        places += [(group, "mp_policy") for group in groups if hasattr(group, "mp_policy")]
-        # Before the first forward only the dtypes: the rest of torch's lazy initialization has to see the parameters
-        # as they are then.
-        derive = "_init_mp_dtypes" if _read(state, "_is_root") is None else "lazy_init"
-        for holder, name in [*places, *((group, derive) for group in groups)]:
-            _read(holder, name)
-        if self.has_run():
-            self.modules[0].reshard()  # type: ignore[operator]
-        for holder, name in places:
-            setattr(holder, name, policy)
-        for p in sharded:
-            # Made by the first gather, in the dtype of that time.
-            p.all_gather_outputs = []
-            vars(p).pop(_GATHERED, None)
-        for group in groups:
-            getattr(group, derive)()
+        meshes: list[Any] = []
+        try:
+            state = _state_of(self.modules[0])
+            policy = _read(state, "_mp_policy")
+            several = hasattr(state, "_fsdp_param_groups")
+            found = state._fsdp_param_groups if several else [_read(state, "_fsdp_param_group")]
+            groups = [group for group in found if group is not None]
+            for ranks in (_read(group, "mesh_info").mesh.mesh.tolist() for group in groups):
+                meshes += [] if ranks in meshes else [ranks]
+            sharded = [p for group in groups for p in _read(group, "fsdp_params")]
+            # From torch 2.15 on, a policy may have exceptions.
+            own = {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in sharded}
+        except UnknownTorchError:
+            if self.modules[0] not in GIVEN:
+                raise
+            (policy, mesh), own = GIVEN[self.modules[0]], {}
+            meshes = [] if mesh is None else [mesh.mesh.tolist()]
+        dtypes = {name: own.get(id(p), policy.param_dtype) for name, p in self.params.items()}
+        return policy, dtypes, meshes
 
 
-def _restore(reference: weakref.ref[nn.Module], policy: MixedPrecisionPolicy) -> None:
-    if (module := reference()) is not None:
-        Unit("", [module], {})._put(policy)
+def _state_of(module: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    if (state := _read(fully_shard, "state")(module)) is None:
+        raise UnknownTorchError
+    return state
 
 
 def _read(holder: Any, name: str) -> Any:
@@ -196,11 +100,11 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, Tensor]]:
             continue
         seen.add(module)
         if is_fully_sharded(module):
-            one = Unit(name, [module], {})
             try:
-                unit = units.setdefault(id(one._state), one)
+                key: Any = id(_state_of(module))
             except UnknownTorchError:
-                unit = units.setdefault(module, one)
+                key = module
+            unit = units.setdefault(key, Unit(name, [module], {}))
             if module not in unit.modules:
                 unit.modules.append(module)
         params = outside if unit is None else unit.params

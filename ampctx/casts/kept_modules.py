@@ -1,18 +1,21 @@
-"""``keep_fp32`` modules: finds them, and runs their forwards without casts at O1 and O4."""
+"""Modules that compute in fp32: ``keep_fp32``, and tables. Finds them, and runs forwards without casts at O1 and O4."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ampctx._errors import AmpValueError
 from ampctx.casts.arguments import Undo
 from ampctx.casts.autocast import Autocast, ForwardHook
+from ampctx.casts.casting import is_statistic
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,25 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
             )
     entries = dict.fromkeys(entry for module in outermost for entry in _called(module))
     return KeptModules(frozenset(modules), tuple(entries), tuple(described))
+
+
+def with_tables(kept: KeptModules, models: Sequence[nn.Module]) -> KeptModules:
+    """Adds modules with floating buffers and without parameters, also in their children: 16 bits would round the tables
+    of rotary embeddings and schedules. A module without forward computes nothing, and is cast. No host sync.
+    """
+    found = list[nn.Module]()
+    left, seen, wide = list(models), set(kept.modules), (torch.float32, torch.float64)
+    while left:
+        module = left.pop()
+        if module in seen or isinstance(module, ParametrizationList):  # which computes in fp32 already
+            continue
+        seen.add(module)
+        if type(module).forward is nn.Module.forward or any(True for _ in module.parameters()):
+            left += module.children()
+        elif any(t.dtype in wide and not is_statistic(m, t) for m in module.modules() for t in m.buffers(False)):
+            found.append(module)
+    modules = kept.modules.union(*(module.modules() for module in found))
+    return replace(kept, modules=modules, entries=(*kept.entries, *found))
 
 
 def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.Module) -> bool:

@@ -285,15 +285,15 @@ class MasterParams:
                     raise AmpError(
                         f"{self._name_of(p)} is {p.dtype} on {p.device} now, but its fp32 master weight on "
                         f"{master.device} needs a 16-bit weight on that device. Move the model before amp.initialize, "
-                        "and do not call model.float(), half() or to(...) afterwards. amp.reset() restores an fp32 "
-                        "model."
+                        "and do not call model.float(), half() or to(...) afterwards. amp.reset() makes it fp32."
                     )
         if not set(map(dtype_of, self.params_without_master)).isdisjoint(LOW_PRECISION):
             for p in self.params_without_master:
                 if p.dtype in LOW_PRECISION and p.requires_grad and id(p) not in self._low:
                     raise AmpError(
                         f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, or unfrozen, and has no "
-                        'fp32 master weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
+                        'fp32 master weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5". If '
+                        "a loss casts its weights to the type of its input, pass fp32: loss(output.float(), target)."
                     )
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:

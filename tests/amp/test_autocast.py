@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -24,6 +25,8 @@ def torch_state():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         F.binary_cross_entropy,
+        torch.no_grad.__enter__,
+        torch.inference_mode.__exit__,
         [op for op, _ in missing_on_cpu()],
     )
 
@@ -84,7 +87,7 @@ def test_undo_leaves_torch_and_the_model_as_they_were():
             autocast.enable()
         assert autocast.active
         assert torch_state()[:3] == (True, BF16, False)
-        assert torch_state()[4] == []
+        assert torch_state()[-1] == []
         undo()
         assert torch_state() == changed
     finally:
@@ -291,6 +294,38 @@ def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     model(X).float().sum().backward()
     assert model.fc.weight.grad is not None
     assert model.fc.weight.grad.abs().sum() > 0
+
+
+WRITES = [lambda p, value: p.data.copy_(value), lambda p, value: setattr(p, "data", value.clone())]
+REGIONS = [torch.no_grad, torch.inference_mode, functools.partial(torch.set_grad_enabled, False)]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_that_are_swapped_inside_a_forward_are_never_stale(enabled, write, region):
+    """The weights of a reference, for one pass without gradients and back, before and after a pass that trains."""
+
+    class Policy(Layer):
+        def swapped(self, x):
+            with region():
+                before = self.fc(x)
+                write(self.fc.weight, other)
+                result = self.fc(x)
+                write(self.fc.weight, own)
+            return before, result
+
+        def forward(self, x):
+            return *self.swapped(x), self.fc(x), *self.swapped(x)
+
+    model = Policy()
+    other, own = torch.randn(4, 4), model.fc.weight.detach().clone()
+    enabled(model)
+    for _ in range(2):
+        results = model(X)
+        for result, weight in zip(results, (own, other, own, own, other), strict=True):
+            assert torch.equal(result, F.linear(X.half(), weight.half(), model.fc.bias.half()))
+        results[2].float().sum().backward()
+        assert model.fc.weight.grad.count_nonzero() > 0
 
 
 def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):

@@ -6,8 +6,6 @@ test_map_floating, test_autocast and test_function_casts.
 
 import copy
 import functools
-import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -162,29 +160,6 @@ def test_cast_model_outputs(session, level, outputs_as):
     assert (result["count"].dtype, result["name"], result["none"]) == (torch.int64, "a", None)
     result["out"][0].sum().backward()
     assert model.weight.grad.dtype == model.weight.dtype
-
-
-# --- the cache of cast weights ----------------------------------------------------------------------------------------
-
-
-def resident_mb():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@every_level
-def test_a_thousand_passes_hold_no_memory(session, level, grad):
-    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.randn(1, 256)
-    session.initialize(model, opt_level=level, verbosity=0)
-    with torch.set_grad_enabled(grad):
-        for _ in range(50):
-            model(x)
-        before = resident_mb()
-        for _ in range(1000):
-            model(x)
-    # The casts of one pass are 0.25 MB, those of all 250.
-    assert resident_mb() < before + 125
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -428,21 +403,3 @@ def test_the_table_is_torchs_list_for_cuda():
     table = set(TABLE)
     assert of_torch - table == {*OF_CUDA_ALONE, "binary_cross_entropy"}  # refused: test_autocast.py
     assert table - of_torch - {"rms_norm"} == OF_RECURRENT_LAYERS  # torch 2.11 does not list rms_norm
-
-
-# --- custom ops -------------------------------------------------------------------------------------------------------
-
-
-LIBRARY = torch.library.Library("ampctx_casting_rows", "FRAGMENT")
-LIBRARY.define("ruled(Tensor x) -> Tensor")
-LIBRARY.impl("ruled", lambda x: x * 1, "CompositeExplicitAutograd")
-torch.library.register_autocast("ampctx_casting_rows::ruled", "cpu", FLOAT, lib=LIBRARY)
-
-
-@per_op
-def test_custom_ops_with_an_autocast_rule_of_torchs(session, level):
-    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
-    x = torch.ones(2, dtype=PER_OP[level])
-    assert torch.ops.ampctx_casting_rows.ruled(x).dtype == FLOAT
-    with session.disable_casts():
-        assert torch.ops.ampctx_casting_rows.ruled(x).dtype == PER_OP[level]

@@ -29,6 +29,8 @@ from ampctx.casts import fp32_ops
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SIXTEEN = {"O0": FLOAT, "O1": HALF, "O4": BF16, **LOW}
 KEEP = ["head.*", nn.LayerNorm]
+# dynamo looks at the gradient of what it compiles a hook for.
+of_compiled_hooks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 
 
 class Network(nn.Module):
@@ -283,7 +285,7 @@ def test_quantization_aware_training(session, level):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     model = torch.ao.quantization.prepare_qat(model.train())
-    kept = [torch.ao.quantization.FakeQuantizeBase]
+    kept = [] if level in LOW else [torch.ao.quantization.FakeQuantizeBase]
     model, optimizer = start(session, level, "SGD-foreach", model, keep_fp32=kept, loss_scale=8.0)
     losses = train(session, model, optimizer, steps=8)
     assert losses[-1] < losses[0]
@@ -332,6 +334,118 @@ def test_models_and_names_of_several_models(session):
     session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
     assert (one.head[0].weight.dtype, two[1].weight.dtype) == (FLOAT, FLOAT)
     assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
+
+
+# --- tables: buffers of modules without parameters --------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Angles of far positions, from one table in fp32 and one in fp64. Gives containers and a word."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 1e4 ** -(torch.arange(4) / 4), persistent=False)
+        self.register_buffer("phases", torch.arange(4).double() / 3)
+        self.register_buffer("order", torch.arange(4))
+
+    def forward(self, x, *, at):
+        assert (x.dtype, self.frequencies.dtype, self.phases.dtype) == (FLOAT, FLOAT, torch.float64)
+        angles = torch.outer(at.float(), self.frequencies[self.order]) + self.phases
+        return {"rotated": [x * angles.cos()], "at": at}, "angles"
+
+
+class Rotated(nn.Module):
+    """``Outer`` has no parameters either: what is inside it gives fp32."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Rotary()
+
+        def forward(self, x):
+            found, word = self.inner(x, at=torch.arange(2000, 2000 + len(x)))
+            assert (found["rotated"][0].dtype, word) == (torch.float64, "angles")
+            return found["rotated"][0], found["at"]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.outer, self.last = nn.Linear(4, 4), self.Outer(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x, at = self.outer(self.first(x))
+        assert at.dtype == torch.int64
+        return self.last(x)
+
+
+@of_compiled_hooks
+@goes_on_where_dynamo_ends
+@pytest.mark.parametrize("level", LOW)
+def test_modules_with_buffers_and_no_parameters_compute_in_fp32(session, level, said):
+    x, reference, model = batch()[0], Rotated(), Rotated()
+    reference.last.double()
+    expected, names = reference(x).detach().float(), list(model.state_dict())
+    optimizer = start(session, level, "SGD-foreach", model, loss_scale=8.0, verbosity=1)[1]
+    given = []
+    model.last.register_forward_pre_hook(lambda module, args: given.append(args[0].dtype))
+    for called in (model, copy.deepcopy(model), torch.compile(model, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(called(x), expected, rtol=0.05, atol=0.02)
+    assert {*given} == {LOW[level]}
+    train(session, model, optimizer, 2, loss=cross_entropy)
+    for (name, b), exact in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert (b.dtype, torch.equal(b, exact)) == (exact.dtype, True), name
+    assert list(model.state_dict()) == names
+    session.reset()
+    assert not any(m._forward_pre_hooks for m in model.outer.modules())
+    assert said() == []
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_model_of_buffers_alone(session, level):
+    model = session.initialize(Rotary(), opt_level=level, verbosity=0)
+    out, word = model(batch()[0].to(LOW[level]), at=torch.arange(6))
+    assert (out["rotated"][0].dtype, out["at"].dtype, word) == (FLOAT, torch.int64, "angles")
+
+
+class Beside(nn.Linear):
+    """A linear layer with a table, and buffers that are none: a mask, numbers with few digits, statistics."""
+
+    def __init__(self, value=0.1):
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.full((3, 3), value))
+        self.register_buffer("mask_table", torch.full((3, 3), -torch.inf).triu())
+        self.register_buffer("empty_table", torch.ones(0))
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.norm.running_var += 0.1
+
+
+def without_a_forward():
+    model = nn.Module()
+    model.holder, model.fc = nn.Module(), nn.Linear(4, 4)
+    model.holder.register_buffer("table", torch.full((3,), 0.1))
+    return model
+
+
+ROUNDED = {
+    "beside parameters": (Beside, "table"),
+    "too large": (lambda: Beside(-1e38), "table"),
+    "beside those of children": (lambda: nn.Sequential(nn.Sequential(Beside())), "0.0.table"),
+    "of a module without forward": (without_a_forward, "holder.table"),
+    "few digits": (lambda: Beside(0.25), None),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("level", LOW)
+def test_buffers_beside_parameters_are_cast_with_a_warning(session, level, name, said):
+    make, rounded = ROUNDED[name]
+    model = make()
+    for verbosity in (1, 0):
+        session.initialize(model, opt_level=level, verbosity=verbosity)
+        assert {b.dtype for n, b in model.named_buffers() if n.endswith("table")} == {LOW[level]}
+        session.reset()
+    found = [text.partition("16 bits: ")[2].partition(". A ")[0] for text in said()]
+    assert found == ([] if rounded is None else [rounded])
 
 
 # --- keep_fp32: copies, threads, failures -----------------------------------------------------------------------------
@@ -627,8 +741,7 @@ def test_nothing_is_replaced_when_nothing_is_asked_for(session):
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-# dynamo looks at the gradient of what it compiles a hook for.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@of_compiled_hooks
 @goes_on_where_dynamo_ends
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 
 from ampctx import AmpError
-from ampctx.distributed import fully_shard
+from ampctx.distributed import fully_shard, mixed_precision_policy
 
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that"), goes_on_where_dynamo_ends]
 X = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,8 @@ def compiled_in_place(model, level, mesh):
 
 def sharded(model, level, mesh):
     for module in (model.conv, model.hidden, model.head, model):
-        fsdp.fully_shard(module, mesh=mesh)
+        given = mixed_precision_policy("O0" if level == "O3" else level)
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=given)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import amp, clip_grad_norm_, optimizers
+from ampctx import amp, clip_grad_norm_, distributed, optimizers
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 BACKEND, KIND = sys.argv[4:] or ("gloo", "cpu")
@@ -98,7 +98,7 @@ def sharded(level):
     model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 2)).to(DEVICE)
     mesh = dist.init_device_mesh(KIND, (RANKS,))
     for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, mp_policy=distributed.mixed_precision_policy(level))
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     norms = []

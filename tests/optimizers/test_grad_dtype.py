@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from ampctx import GradScaler, clip_grad_norm_
+from ampctx import GradScaler, clip_grad_norm_, distributed
 from ampctx.amp import AmpSession
 from ampctx.optimizers import FusedAdam
 
@@ -221,9 +221,9 @@ def test_dtensors_step_as_plain_tensors(name, how, mesh):
 @pytest.mark.parametrize("level", LEVELS_HERE)
 def test_shards_step_by_the_grad_dtype_that_torch_leaves_them(level, mesh):
     """torch before 2.15 drops it, and refuses one that a shard gets in its backward."""
-    model, session = fully_shard(mlp(B16), mesh=mesh), AmpSession()
+    model = fully_shard(mlp(B16), mesh=mesh, mp_policy=distributed.mixed_precision_policy(level))
     kept = {p.grad_dtype for p in model.parameters()}
-    model, optimizer = start(session, level, FusedAdam, model, loss_scale=SCALE)
+    model, optimizer = start(session := AmpSession(), level, FusedAdam, model, loss_scale=SCALE)
     twins = [nn.Parameter(p.full_tensor().detach().clone()) for p in model.parameters()]
     backward(session, model(inputs(0, 0)).float().square().mean(), optimizer)
     assert {p.grad.dtype for p in model.parameters()} == kept

@@ -277,25 +277,30 @@ def test_generators_that_are_closed_in_any_order(make_training, level, delay):
     assert same(training.state(), never.state())
 
 
+def without_casts(session):
+    with session.disable_casts():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(("work", "lines"), [(without_casts, 30), (lambda _: torch.ones(2).half().exp(), 8)])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
-    """At each line of entering and leaving, those of the standard library too."""
+def test_casts_come_back_wherever_an_interrupt_comes(make_training, level, work, lines):
+    """At each line of entering and leaving, those of the standard library too; and of an op cast by a CPU kernel."""
     training, tracer = make_training(level), sys.gettrace()
 
     def is_interrupted(at):
-        lines = 0
+        ran = 0
 
         def local(frame, event, argument):
-            nonlocal lines
-            lines += event == "line"
-            if event == "line" and lines == at:
+            nonlocal ran
+            ran += event == "line"
+            if event == "line" and ran == at:
                 raise KeyboardInterrupt
             return local
 
         sys.settrace(lambda *_: local)
         try:
-            with training.session.disable_casts():
-                assert not torch.is_autocast_enabled("cpu")
+            work(training.session)
         except KeyboardInterrupt:
             return True
         finally:
@@ -309,7 +314,7 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu"), at
         at += 1
-    assert at > 30
+    assert at > lines
     never, _ = references(make_training, level, "plain")
     training.iterate(1)
     assert same(finished(training), never)

@@ -344,7 +344,7 @@ def test_a_model_halved_without_masters_is_refused(session, level):
     model, optimizer = under_amp(session, level, names="a")
     model.half()
     with (
-        pytest.raises(AmpError, match='"weights.a" was converted to torch.float16 after amp.initialize'),
+        pytest.raises(AmpError, match='"weights.a" was converted to torch.float16 after.*If a loss casts its weights'),
         session.scale_loss(model.loss(a=1.0), optimizer),
     ):
         pytest.fail("the block was entered")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import AmpError, AmpRankError, AmpSession, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
 from ampctx._collectives import device_for
-from ampctx.distributed import lossy
+from ampctx.distributed import lossy, mixed_precision_policy
 
 START = 2.0**16
 KINDS = {
@@ -158,10 +158,11 @@ ON_A_MESH = {
 def test_initialize_compares_the_ranks_of_a_mesh(case):
     """Without ``process_group``, in one all_reduce, and before it changes anything."""
     options, of_optimizer, what, has = ON_A_MESH[case]
-    model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh=flat_mesh())
+    given = {"opt_level": "O2", "loss_scale": 128.0, "verbosity": 0, **(options if RANK else {})}
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    fully_shard(model, mesh=flat_mesh(), mp_policy=mixed_precision_policy(given["opt_level"]))
     model[0].weight.requires_grad_(not (RANK and case == "frozen"))
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **(of_optimizer if RANK else {})})
-    given = {"opt_level": "O2", "loss_scale": 128.0, "verbosity": 0, **(options if RANK else {})}
     session = AmpSession()
     refusal = refused(f"{what}", " differ between ranks", has[RANK]) if what else contextlib.nullcontext()
     with counted_all_reduce() as sizes, refusal:

@@ -80,7 +80,9 @@ def policy(dtype):
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def fully_sharded(dtype=None, model=None, mesh=None, **options) -> nn.Sequential:
+def fully_sharded(dtype=None, model=None, mesh=None, api=None, **options) -> nn.Sequential:
+    if api in DTYPES:
+        options["mp_policy"] = policy(DTYPES[api])
     model = mlp().to(dtype) if model is None else model
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh or flat_mesh(), **options)
@@ -211,10 +213,8 @@ def train_by(model, kind, level, **options) -> tuple[list, list[torch.Tensor]]:
 @on_ranks(2)
 def test_o2_and_o5_of_a_sharded_model_are_a_policy_and_o0(api, kind):
     by_hand, expected = train_by(fully_sharded(mp_policy=policy(DTYPES[api])), kind, "O0")
-    figures, found = train_by(fully_sharded(), kind, api)
-    accepted, by_policy = train_by(fully_sharded(mp_policy=policy(DTYPES[api])), kind, api)
-    assert figures == by_hand == accepted
-    assert distance(found, expected) == distance(by_policy, expected) == 0
+    figures, found = train_by(fully_sharded(mp_policy=policy(DTYPES[api])), kind, api)
+    assert (figures, distance(found, expected)) == (by_hand, 0)
     assert 0 < distance(found, train_by(fully_sharded(), kind, "O0")[1]) < 0.1
     assert all(other == figures for other in all_ranks(figures)) or api == "O2"
 
@@ -233,7 +233,7 @@ def test_o2_and_o5_over_meshes_of_two_dimensions(kind, level):
         return fully_sharded(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"], **options)
 
     by_hand, expected = train_by(make(mp_policy=policy(DTYPES[level])), "FusedAdam", "O0")
-    figures, found = train_by(make(), "FusedAdam", level)
+    figures, found = train_by(make(mp_policy=policy(DTYPES[level])), "FusedAdam", level)
     assert (figures, distance(found, expected)) == (by_hand, 0)
 
 
@@ -311,15 +311,15 @@ def test_inf_in_the_part_of_one_rank_skips_on_both(api, kind):
 @on_ranks(2)
 def test_a_run_resumes_from_the_state_dicts_of_torch(api, kind):
     """A run that is saved and loaded in the middle, by torch.distributed.checkpoint's state dicts, against a whole."""
-    expected = Loop(fully_sharded(), kind, api).run().end()
-    model = fully_sharded()
+    expected = Loop(fully_sharded(api=api), kind, api).run().end()
+    model = fully_sharded(api=api)
     loop = Loop(model, kind, api).run(last=3)
     saved = copy.deepcopy(model.state_dict())
     state = copy.deepcopy(get_optimizer_state_dict(model, loop.optimizer))
     scale = (loop.scaler or loop.session).state_dict()
     loop.end()
 
-    model = fully_sharded()
+    model = fully_sharded(api=api)
     loop = Loop(model, kind, api)
     model.load_state_dict(saved)
     set_optimizer_state_dict(model, loop.optimizer, state)
@@ -338,7 +338,7 @@ def test_a_run_resumes_from_the_state_dicts_of_torch(api, kind):
 @on_ranks(2)
 def test_accumulation(api, synchronized, tolerance):
     """Four micro-batches, of which the last one alone is reduced over the ranks unless ``synchronized``."""
-    model = fully_sharded()
+    model = fully_sharded(api=api)
     loop = Loop(model, "SGD", api)
     for step in range(STEPS):
         loop.optimizer.zero_grad()
@@ -663,7 +663,7 @@ def test_meshes_of_two_dimensions_on_four_of_five_ranks():
 @on_ranks(2)
 def test_masters_that_cannot_be_are_refused_and_nothing_changes():
     """Other refusals of sharded models are in test_fsdp_levels.py."""
-    low, plain = fully_sharded(torch.float16), mlp()
+    low, plain = fully_sharded(torch.float16, api="O2"), mlp()
     zero = ZeroRedundancyOptimizer(plain.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
     for level, model, optimizer, message in (
         ("O2", low, torch.optim.SGD(low.parameters(), lr=0.1), '"0.weight" is a DTensor of torch.float16'),
