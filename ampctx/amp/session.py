@@ -48,7 +48,6 @@ from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
-from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
 
 M = TypeVar("M", bound=nn.Module)
@@ -348,8 +347,6 @@ class AmpSession:
             bound = self._bindings, self._masters, self._deferred
             for forget in (self._casts.undo, *hooks, *bound, self._log.said):
                 stack.callback(forget.clear)
-            for flag in waiting.of(self):
-                stack.callback(flag.drop)
             stack.callback(vars(self).update, loss_scales=[], policy=None)
             stack.callback(self._undo.close)
             for undo in self._casts.undo.values():
@@ -392,16 +389,14 @@ class AmpSession:
             delay_overflow_check: leave the scale update to a later block. Steps on non-finite gradients are skipped.
 
         Raises:
-            AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
-                the next of ``clip_grad_norm_``, step and block raises it.
+            AmpRankError: at the end, the loss scales of a ``process_group`` or a mesh differ, or a rank is missing.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``, or several went through calls of it with scales that are
                 not one static scale; ``num_losses`` does not cover the loss id. At the end: another block has left
                 scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
-        with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors
-        they agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
+        No host sync. With a ``process_group`` or a mesh over gloo, the end of the block waits for the other ranks. Over
+        NCCL ranks read whether their scales are equal at the first and every 1,000th block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return misuse.LossBlock(self._scaled_loss, args, {})
@@ -486,8 +481,6 @@ class AmpSession:
     def _enter(self, block: Block) -> None:
         """Prepares the backward of a block in this thread."""
         self._thread.enter_block(self._casts.enabled)
-        if waiting.ALL:
-            self._decide("amp.scale_loss")
         # Both now: a nested block may change the scale before this one ends.
         fresh = not any(binding.gradients.frames for binding in block.bindings)
         block.factor, block.inv_scale, block.found_inf = block.scale.factors(block.device, fresh)
@@ -521,7 +514,7 @@ class AmpSession:
                 binding.gradients.delay(block.inv_scale, loss)
             return
         delay = block.delay_unscale or block.delay_overflow_check
-        if not delay and not nested and self._decides_alone(bindings, scale) and not bindings[0].masters.groups:
+        if not delay and not nested and self._decides_alone(bindings, scale):
             found_inf.update = scale.update_with_check(block.device)
         done = set[int]() if len(bindings) > 1 else None
         for binding in bindings:
@@ -551,9 +544,6 @@ class AmpSession:
             return
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
-            if self._decides_alone(bindings, scale) and not delay and not bindings[0].gradients.frames:
-                # Nobody else sees the flag, so that ranks may agree on it later.
-                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups, self)
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
@@ -570,8 +560,8 @@ class AmpSession:
             scale.update(found_inf)
 
     def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
-        """Whether a block's flag alone decides about the scale, and nobody but ranks of a mesh sees or changes it."""
-        is_alone = len(bindings) == 1 and scale not in self._deferred
+        """Whether a block's flag alone decides about the scale, and nobody else sees or changes it."""
+        is_alone = len(bindings) == 1 and not bindings[0].masters.groups and scale not in self._deferred
         return is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
 
     def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
@@ -580,11 +570,6 @@ class AmpSession:
             return False
         owners = Counter(id(p) for b in self._bindings.values() for p in b.masters.params_without_master)
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
-
-    def _decide(self, call: str) -> None:
-        """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
-        for flag in waiting.of(self):
-            flag.decide(call)
 
     @staticmethod
     def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:
@@ -663,9 +648,8 @@ class AmpSession:
         """Returns the scale that the next block uses. Host sync if it is on an accelerator and moves.
 
         ``outcome`` and ``history`` have the scales of steps. ``optimizer``: needed after several calls of
-        ``initialize``, each of which has scales of its own. With DTensors call it after the step. 1.0 with
-        ``enabled=False``. AmpError before ``initialize``, or for an optimizer that did not go through it; AmpIndexError
-        for a loss id that ``num_losses`` does not cover.
+        ``initialize``, each of which has scales of its own. 1.0 with ``enabled=False``. AmpError before ``initialize``,
+        or for an optimizer that did not go through it; AmpIndexError for a loss id that ``num_losses`` does not cover.
         """
         if self.policy is None:
             raise AmpError("amp.loss_scale was called before amp.initialize. Call amp.initialize first.")
