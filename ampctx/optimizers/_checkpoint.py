@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
-from ampctx._saved import check_format, entry, plain, typed
+from ampctx._saved import check_format, check_known, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
@@ -28,7 +28,8 @@ from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 
-SKIPPED = "skipped_steps"  # the key of a guard's count
+_ENTRIES = ("state", "param_groups", "format")
+SKIPPED = "skipped_steps"  # a guard's count, an option of its groups
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 OWN = {*EXTRAS.values(), *CODES_OF, *SCALES_OF}  # neither torch's nor apex's
@@ -57,13 +58,15 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
-    check_format(checkpoint, "state_dict", ("state", "param_groups", "format", SKIPPED))
-    check_count(f'state_dict["{SKIPPED}"]', plain(checkpoint.get(SKIPPED, 0)), 0)
+    check_format(checkpoint, "state_dict", _ENTRIES)
+    if not {"format", "version"}.isdisjoint(checkpoint):  # torch's and apex's have neither
+        check_known(checkpoint, "state_dict", _ENTRIES)
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):
         typed(saved, Mapping, f'state_dict["param_groups"][{g}]')
         entry(saved, "params", (list, tuple), f'state_dict["param_groups"][{g}]')
+        check_count(f'state_dict["param_groups"][{g}]["{SKIPPED}"]', plain(saved.get(SKIPPED, 0)), 0)
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
     found, stands_for = [], dict[Any, Tensor]()

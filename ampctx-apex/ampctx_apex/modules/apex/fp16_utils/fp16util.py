@@ -51,6 +51,17 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
+class FP16Model(nn.Module):
+    """``network`` in fp16, in place, as ``convert_network`` casts it, with positional inputs cast to fp16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.network(*(t.half() for t in inputs))
+
+
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().float().reshape(-1) for t in tensors])
 
