@@ -29,7 +29,7 @@ from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
+from ampctx.amp.events import Events, SkipLog, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.setup import finalizer, is_optimizer
@@ -61,7 +61,6 @@ class Block:
     ``factor``, ``inv_scale``, ``found_inf``: of its loss and its gradients. ``others``: optimizers with masters that it
     does not name, and that its backward may reach. ``notes``: mark gradients that it has left in other optimizers.
     ``opened``: with the number of blocks open before this one, for an exception. ``ending``: it is at its end.
-    ``facts``: those that observers were told when it began.
     """
 
     bindings: list[OptimizerBinding]
@@ -77,7 +76,6 @@ class Block:
     notes: list[Callable[[set[int]], None]] = field(default_factory=list)
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     ending: bool = False
-    facts: BlockFacts | None = None
 
     def abandon(self) -> None:
         # In reverse: of optimizers that share a parameter, the first one has stashed its gradient.
@@ -97,8 +95,9 @@ class AmpSession:
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
-    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
-    watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
+    # ``initialize`` calls these with the session's events, bindings, names of parameters, scales, and ``SkipLog.say``.
+    # They return an undo. ``ampctx.amp`` adds ``hints``.
+    watchers: ClassVar[list[Callable[..., Undo]]] = []
     prints_apex_banner = False  # as apex's names do
 
     def __init__(self) -> None:
@@ -312,9 +311,8 @@ class AmpSession:
                 bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.say)
             for watch in self.watchers if verbosity > 0 else ():  # which only log
-                undo.callback(watch(self._events, run))
+                undo.callback(watch(self._events, list(bound.values()), names, scales, self._log.say))
             if policy.autocast_dtype is not None:
                 is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
                 autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
@@ -430,8 +428,7 @@ class AmpSession:
                     if isinstance(block.factor, PerDevice):
                         wide = torch.mul(wide, block.factor.on(loss.device))
                         if self._events.entered and (block.scale.moves or block.scale.init_scale != 1.0):
-                            block.facts = self._facts_of(block, wide)
-                            tell(self._events.entered, block.facts)
+                            tell(self._events.entered, block, wide)
                     yield wide
                 finally:
                     # As in apex, optimizers that the block does not name get nothing of its backward.
@@ -443,8 +440,8 @@ class AmpSession:
             for binding in block.bindings:
                 if binding.left_grads.joined:
                     binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
-            if block.facts is not None:
-                tell(self._events.left, block.facts)
+            if self._events.left:
+                tell(self._events.left, block, wide)
             self._leave(block)
         except BaseException:
             block.abandon()
@@ -570,13 +567,6 @@ class AmpSession:
             return False
         owners = Counter(id(p) for b in self._bindings.values() for p in b.masters.params_without_master)
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
-
-    @staticmethod
-    def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:
-        leaves = [p for binding in block.bindings for p in binding.masters.leaves]
-        loss_id = block.loss_id % len(block.bindings[0].loss_scales) if block.bindings else 0
-        is_fresh = all(p.grad is None for p in leaves)
-        return BlockFacts([binding.optimizer for binding in block.bindings], loss_id, scaled, leaves, is_fresh)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures
-from ampctx.amp.events import Events, StepFacts, tell
+from ampctx.amp.events import Events, tell
 from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
 from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
@@ -131,7 +131,7 @@ class OptimizerBinding:
         self.flags, self.steps, self.casts = FoundInfFlags(), steps, casts
         self.events, self.left_grads = events, LeftGrads()
         # A GradScaler scales for the optimizer. A loop that uses one does so from the first steps.
-        self._by_scaler, self._first_steps = False, 2
+        self.by_scaler, self._first_steps = False, 2
         self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
@@ -272,7 +272,7 @@ class OptimizerBinding:
             self.masters.follow(drop)
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
-                tell(self.events.dropped, self.optimizer, names)
+                tell(self.events.dropped, self, names)
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.params()), torch.device("cpu"))
@@ -302,16 +302,7 @@ class OptimizerBinding:
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
         if self.events.stepping and not before_closure:
-            tell(self.events.stepping, self._facts())
-
-    def _facts(self) -> StepFacts:
-        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
-        stepped = {id(p) for p in self.model_params()}
-        stepped.update(id(p) for masters in list(self.masters.beside) for p in masters.params_with_master)
-        rates = [(group.get("lr", 1.0), group["params"]) for group in self.optimizer.param_groups]
-        moving = [p for lr, params in rates if isinstance(lr, Tensor) or lr for p in params]
-        masters = [p for p in moving if p in self.masters.model_of]
-        return StepFacts(self.optimizer, stepped, masters, has_grads, self._by_scaler, self.steps.outcome)
+            tell(self.events.stepping, self)
 
     def check_misuse(self, has_closure: bool = False) -> None:
         """Raises AmpError if an enabled GradScaler steps an optimizer with masters, another block has left scaled
@@ -515,7 +506,7 @@ class OptimizerBinding:
         return tuple(f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)  # type: ignore
 
     def refuse_grad_scaler(self) -> None:
-        self._by_scaler = True
+        self.by_scaler = True
         if self.masters.pairs:
             raise AmpError(
                 "a GradScaler was given an optimizer that is under amp with fp32 master weights. It would not unscale "

@@ -29,7 +29,7 @@ from ampctx.kernels.sharding import (
     wrote,
 )
 from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
-from ampctx.weights import masters
+from ampctx.weights import frames, masters
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
 # The attribute of gradients with the norm that a clip has found.
@@ -150,8 +150,9 @@ def clip_grad_norm_(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, by name.
-        AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
-            master (after a ``scale_loss`` block at O2 or O5).
+        AmpError: inside a ``scale_loss`` block, or between delayed ones; a non-finite norm, with
+            ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32 master (after a block at O2
+            or O5).
         AmpRankError: another rank of the group or of a DTensor's mesh has ended, or has left this call out.
     """
     found = _checked_parameters(parameters)
@@ -175,6 +176,9 @@ def _clip(
     process_group: Any,
 ) -> Tensor:
     in_graph = torch.compiler.is_compiling()
+    for of in () if in_graph else list(frames.ALIVE):
+        if of.frames:
+            of.refuse_to_clip(found)
     pending = pending_in(found) if order == 2.0 else []
     if not (pending or in_graph) and masters.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
