@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
-from ampctx._errors import listed
+from ampctx._errors import AmpError, listed
 from ampctx.amp.events import Events, logger
 from ampctx.amp.setup import finalizer
 from ampctx.casts.arguments import LOW_PRECISION, Undo
@@ -20,9 +20,7 @@ from ampctx.casts.functions import replace_function, shared
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
-from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.step_record import host_may_read
-from ampctx.weights.pending import has_grad
 from ampctx.weights.state_dicts import COPIES
 
 FIRST_STEPS = 2
@@ -37,8 +35,8 @@ _watching = weakref.WeakSet["Hints"]()
 def _watched(original: Any) -> Any:
     @functools.wraps(original)
     def clip(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        for hints in () if torch.compiler.is_compiling() else list(_watching):
-            hints.clipping(set(map(id, parameters)))
+        for hints in () if is_watched() else list(_watching):
+            hints.clipping(parameters)
         return original(parameters, *args, **kwargs)
 
     return clip
@@ -119,35 +117,23 @@ class Hints:
                 "See docs/errors.md#no-backward-went-through-the-scaled-loss.",
             )
 
-    def clipping(self, given: set[int]) -> None:
-        """torch clips the gradients of parameters with these ids."""
-        call, clip = "torch.nn.utils.clip_grad_norm_", "Clip amp.master_params(optimizer) after the block. See"
+    def clipping(self, params: list[Tensor]) -> None:
+        """torch clips the gradients of these."""
         for binding in self.steps:
-            masters = binding.masters
-            if not binding.gradients.is_idle:
-                is_scaled = masters.pairs or not all(scale.is_identity for scale in binding.loss_scales)
-                if is_scaled and not given.isdisjoint(map(id, (*masters.leaves, *masters.masters))):
-                    self.say(
-                        "clip in block",
-                        f"{call} was called inside a scale_loss block, or between blocks with delay_unscale=True. "
-                        "Gradients are scaled there, and masters have none: clipping ruins them, or does nothing. "
-                        f"{clip} docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it.",
-                    )
-            elif missed := [p for p, m in masters.pairs if id(p) in given and not has_grad(p) and has_grad(m)]:
-                names = {i: f'"{name}"' for i, name in binding.names_by_id().items()}
-                self.say(
-                    "clip of none",
-                    f"{call} clips nothing of {listed(names[id(p)] for p in missed)}: the scale_loss block has moved "
-                    f"the gradient, unscaled, to the fp32 master weight. {clip} "
-                    "docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it.",
-                )
+            frames, masters = binding.gradients.frames, binding.masters
+            try:
+                if not frames:
+                    masters.refuse_to_clip({id(p) for p in params if p.grad is None})
+                elif masters.pairs or frames[-1].inv_scale != 1.0:
+                    binding.gradients.refuse_to_clip(params)
+            except AmpError as error:
+                self.say("clip", f"torch.nn.utils.{error}")
 
     def stepping(self, binding: Any) -> None:
         if binding not in self.steps:
             return
         self.steps[binding] += 1
-        pending = binding.masters.place.pending
-        has_grads = pending is not None or any(stored_grad(p) is not None for p in binding.params())
+        has_grads = binding.has_grads()
         if self.is_start:
             self._look_at_gradients(binding, has_grads)
             self._look_at_models(binding)

@@ -481,7 +481,6 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         (facts,) = value
         typed(facts, dict, f"{where}[0]")
         check_format(facts, f"{where}[0]", _FACTS)
-        check_known(facts, f"{where}[0]", _FACTS)
         layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
         of_amp = {key: facts[key] for key in _OF_AMP if key in facts}
         for group in entry(facts, "groups", list, where):

@@ -511,7 +511,10 @@ class AmpSession:
                 binding.gradients.delay(block.inv_scale, loss)
             return
         delay = block.delay_unscale or block.delay_overflow_check
-        if not delay and not nested and self._decides_alone(bindings, scale):
+        # Its flag alone decides about the scale, and nobody else sees or changes it.
+        is_alone = len(bindings) == 1 and not bindings[0].masters.groups and scale not in self._deferred
+        is_alone = is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
+        if is_alone and not (delay or nested):
             found_inf.update = scale.update_with_check(block.device)
         done = set[int]() if len(bindings) > 1 else None
         for binding in bindings:
@@ -555,11 +558,6 @@ class AmpSession:
         else:
             self._deferred.pop(scale, None)
             scale.update(found_inf)
-
-    def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
-        """Whether a block's flag alone decides about the scale, and nobody else sees or changes it."""
-        is_alone = len(bindings) == 1 and not bindings[0].masters.groups and scale not in self._deferred
-        return is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
 
     def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
         """Whether another optimizer has a parameter of these, too: its gradient cannot stay scaled for one of them."""

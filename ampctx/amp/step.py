@@ -488,6 +488,9 @@ class OptimizerBinding:
         """The parameters that the optimizer steps, in order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def has_grads(self) -> bool:
+        return self.gradients.pending is not None or any(stored_grad(p) is not None for p in self.params())
+
     def model_params(self) -> list[Tensor]:
         """``params`` with model parameters in the places of their masters."""
         return [self.masters.model_of.get(p, p) for p in self.params()]

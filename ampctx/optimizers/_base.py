@@ -582,8 +582,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         _checkpoint.refuse_strays(self)
         found = super().state_dict()
         # A hook of the program may have put an entry there that is no dict.
-        states = [state for state in found["state"].values() if isinstance(state, dict)]
-        is_own = any(not _checkpoint.OWN.isdisjoint(state) for state in states)
+        is_own = any(isinstance(s, dict) and not _checkpoint.OWN.isdisjoint(s) for s in found["state"].values())
         return self._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
 
     @autocast_off()

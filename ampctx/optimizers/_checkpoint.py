@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
-from ampctx._saved import check_format, check_known, entry, plain, typed
+from ampctx._saved import check_format, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
@@ -28,7 +28,6 @@ from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 
-_ENTRIES = ("state", "param_groups", "format")
 SKIPPED = "skipped_steps"  # a guard's count, an option of its groups
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
@@ -58,9 +57,7 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
-    check_format(checkpoint, "state_dict", _ENTRIES)
-    if not {"format", "version"}.isdisjoint(checkpoint):  # torch's and apex's have neither
-        check_known(checkpoint, "state_dict", _ENTRIES)
+    check_format(checkpoint, "state_dict", ("state", "param_groups", "format"))
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):

@@ -384,8 +384,6 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
         )
     check_format(state, "state_dict", _OF_SCALERS)
     numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
-    if "format" in state:  # of ampctx, and nobody else's
-        check_known(state, "state_dict", _OF_SCALERS)
     factors = {name: check_factor(name, numbers[name]) for name in FACTORS}
     counts = {name: check_count(name, numbers[name], n) for name, n in (("growth_interval", 1), ("_growth_tracker", 0))}
     return {"scale": check_scale("scale", numbers["scale"]), **factors, **counts}

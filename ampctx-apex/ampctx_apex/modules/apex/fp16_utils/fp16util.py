@@ -62,10 +62,6 @@ class FP16Model(nn.Module):
         return self.network(*(t.half() for t in inputs))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().float().reshape(-1) for t in tensors])
-
-
 def _check(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool) -> None:
     if flat_master and len(master_params) != 1:
         raise AmpValueError(f"flat_master=True expects one master, master_params has {len(master_params)}")
@@ -83,7 +79,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     if flat_master:
         if not model_params:
             raise AmpValueError("flat_master=True: the model has no parameter with requires_grad")
-        master = nn.Parameter(_flat(model_params))
+        master = nn.Parameter(torch.cat([p.detach().float().reshape(-1) for p in model_params]))
         master.grad = torch.zeros_like(master)
         return model_params, [master]
     return model_params, [p.detach().to(torch.float32, copy=True).requires_grad_() for p in model_params]
