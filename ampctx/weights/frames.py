@@ -336,8 +336,9 @@ class Frames:
         if is_scaled and not here.isdisjoint(map(id, (*masters.leaves, *masters.masters))):
             where = "inside a scale_loss block" if self.depth else "between blocks with delay_unscale=True"
             raise AmpError(
-                f"clip_grad_norm_ was called {where}. Gradients are still scaled there. Clip amp.master_params(optimizer) "
-                "after the block that unscales. See docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
+                f"clip_grad_norm_ was called {where}. Gradients are still scaled there. Clip "
+                "amp.master_params(optimizer) after the block that unscales. "
+                "See docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
             )
 
     # --- between blocks -----------------------------------------------------------------------------------------------
