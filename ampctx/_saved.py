@@ -32,7 +32,8 @@ def plain(value: Any) -> Any:
 
 
 def check_format(state: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread."""
+    """Raises AmpValueError if a later version of ampctx has saved a state in a way that this one would misread,
+    AmpKeyError for other entries than the known ones where the state names its format."""
     number = plain(state.get("format", FORMAT))
     typed(number, int, f'{where}["format"]')
     if number > FORMAT:
@@ -41,6 +42,8 @@ def check_format(state: Mapping[str, Any], where: str, known: Collection[str]) -
             f'{where}["format"] is {number}. This version of ampctx reads formats up to {FORMAT}, and does not know '
             f"{new}. Load it with the version that saved it, or a later one."
         )
+    if not {"format", "version"}.isdisjoint(state):  # torch's and apex's have neither
+        check_known(state, where, known)
 
 
 def check_known(state: Mapping[Any, Any], where: str, known: Collection[str]) -> None:

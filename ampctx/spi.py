@@ -116,7 +116,6 @@ def masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
 
 def will_skip(binding: OptimizerBinding) -> bool:
     """Whether the next step will be skipped, by the checks so far. A host sync."""
-    binding.flags.decide("reading an overflow")
     return bool(overflowed(binding.flags.by_loss))
 
 

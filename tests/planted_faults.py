@@ -281,11 +281,11 @@ FAULTS = [
     Fault(
         "a nested block adds to what the block around it has stashed", "ampctx",
         "len(self.frames) > 1, self.frames[0].stash", "len(self.frames) > 1, self.frames[-len(self.frames[:2])].stash",
-        f"{AMP}nested_blocks.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "a nested block keeps the gradients of the block around it", "ampctx",
-        "of_params = {p: frame.stash.get(p) for p in", "of_params = {p: None for p in", f"{AMP}nested_blocks.py",
+        "of_params = {p: frame.stash.get(p) for p in", "of_params = {p: None for p in", f"{ROWS}state_machine.py",
     ),
     Fault(
         "ranks add gradients up without dividing", "ampctx",

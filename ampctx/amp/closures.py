@@ -6,11 +6,15 @@ state, and the step counts as skipped. ``binding`` is an ``OptimizerBinding``, w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ampctx._errors import AmpError
-from ampctx.scaling.any_optimizer import snapshot
+from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.step_record import Overflowed, overflowed
 from ampctx.weights.pending import has_grad
 
@@ -66,7 +70,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         binding.masters.ahead = True
         return loss
 
-    restore = snapshot(binding.optimizer)
+    restore = _snapshot(binding.optimizer)
     try:
         result = binding.run(original, evaluate, *args, **kwargs)
     except BaseException as error:
@@ -97,7 +101,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
             binding.decided(losses)
             _zero_if_asked(binding, args, kwargs)
             return None
-        binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
+        binding.restore_unperturbed = _snapshot(binding.optimizer, wrapped_too=False)
         result = binding.run(original, *args, **kwargs)
         binding.gradients.drop_master_grads()
     except BaseException:
@@ -146,3 +150,31 @@ def _ready(binding: Any, decide: bool = True) -> Overflowed:
 def _zero_if_asked(binding: Any, args: tuple, kwargs: dict) -> None:
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()
+
+
+def _snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
+    """Copies parameters, state and group options. Returns the function that restores them. No host sync.
+    ``wrapped_too``: whether to include the state of an optimizer that it wraps."""
+    values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
+    # Some have numbers beside the dicts of parameters.
+    saved_states = [
+        (state, {k: copy.deepcopy(dict(v) if isinstance(v, Mapping) else v) for k, v in state.items()})
+        for state in states
+    ]
+    options = [(g, {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for p, memory, value in values:
+            if p.data_ptr() != memory.data_ptr():
+                p.data = memory  # SAM assigns p.data
+            p.copy_(value)
+        for state, saved in saved_states:
+            state.clear()
+            state.update(saved)
+        for group, of_group in options:  # a group that was added since stays as it is
+            for k, v in of_group.items():  # other code may refer to a tensor lr
+                group[k] = group[k].copy_(v) if isinstance(v, Tensor) else v
+
+    return restore

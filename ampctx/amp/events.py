@@ -1,74 +1,36 @@
-"""What happens in a training loop: as plain facts for observers (``hints``), and skipped steps in the log.
-
-Facts are built only while somebody listens.
-"""
+"""What happens in a training loop: calls of observers (``hints``), and skipped steps in the log."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from ampctx._collectives import is_rank_zero
 from ampctx._decorators import outside_of_graphs
 from ampctx._errors import listed, warn
-from ampctx.casts.model_watch import ParameterNames
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, StepOutcome, is_to_tell
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, is_to_tell
 
 logger = logging.getLogger("ampctx")
 
 
-class RunFacts(NamedTuple):
-    """An ``initialize``. ``moves``: for each loss id, whether its scale changes. ``say`` logs each kind once."""
-
-    optimizers: list[Any]
-    names: ParameterNames
-    moves: list[bool]
-    say: Callable[..., None]
-
-
-class BlockFacts(NamedTuple):
-    """A ``scale_loss`` block over ``optimizers``. ``scaled``: the loss times the scale. ``leaves``: the parameters that
-    its backward writes to. ``is_fresh``: none of them has a gradient when it begins, such as one of a delayed block."""
-
-    optimizers: list[Any]
-    loss_id: int
-    scaled: Tensor
-    leaves: list[Tensor]
-    is_fresh: bool
-
-
-class StepFacts(NamedTuple):
-    """A step, its gradients unscaled. ``stepped``: ids of the model's parameters that it steps, and of all that have a
-    master. ``masters``: those in groups whose lr is not 0. ``by_scaler``: a GradScaler has called it. ``former``: the
-    outcome of the step before."""
-
-    optimizer: Any
-    stepped: set[int]
-    masters: list[Tensor]
-    has_grads: bool
-    by_scaler: bool
-    former: StepOutcome
-
-
 @dataclass(eq=False)
 class Events:
-    """The listeners of each event of one session.
+    """The listeners of each event of one session, by what they are called with.
 
-    entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step, or
-    each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
-    scale overflowed: (scale, min_scale, skipped steps of the optimizer, all its steps). dropped: (optimizer, names of
-    parameters that joined it with a gradient of unknown scale, which is gone)."""
+    entered, left: (block, the loss times the scale): a block whose scale is not 1 begins, or is about to unscale its
+    gradients. stepping: (binding): a step, or each evaluation of its closure, is about to use its gradients, which are
+    unscaled. skipped: (scale, min_scale, skipped steps of the optimizer, all its steps): the host learns that a loss
+    with a moving scale overflowed. dropped: (binding, names of parameters that joined it with a gradient of unknown
+    scale, which is gone)."""
 
-    entered: list[Callable[[BlockFacts], None]] = field(default_factory=list)
-    left: list[Callable[[BlockFacts], None]] = field(default_factory=list)
-    stepping: list[Callable[[StepFacts], None]] = field(default_factory=list)
-    skipped: list[Callable[[float, float, int, int], None]] = field(default_factory=list)
-    dropped: list[Callable[[Any, list[str]], None]] = field(default_factory=list)
+    entered: list[Callable[..., None]] = field(default_factory=list)
+    left: list[Callable[..., None]] = field(default_factory=list)
+    stepping: list[Callable[..., None]] = field(default_factory=list)
+    skipped: list[Callable[..., None]] = field(default_factory=list)
+    dropped: list[Callable[..., None]] = field(default_factory=list)
 
 
 @outside_of_graphs

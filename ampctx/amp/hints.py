@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
-from ampctx._errors import listed
-from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts, logger
-from ampctx.casts.arguments import LOW_PRECISION
+from ampctx._errors import AmpError, listed
+from ampctx.amp.events import Events, logger
+from ampctx.amp.setup import finalizer
+from ampctx.casts.arguments import LOW_PRECISION, Undo
+from ampctx.casts.functions import replace_function, shared
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
@@ -22,26 +26,48 @@ from ampctx.weights.state_dicts import COPIES
 FIRST_STEPS = 2
 # After so many steps a loop has used each of its losses.
 ENOUGH_STEPS = 100
+# Private in torch: its clip_grad_norm_ calls it by this name, however a program has imported that.
+_CLIPS = "_clip_grads_with_norm_"
+# Those whose optimizers make their first steps.
+_watching = weakref.WeakSet["Hints"]()
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def clip(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        for hints in () if is_watched() else list(_watching):
+            hints.clipping(parameters)
+        return original(parameters, *args, **kwargs)
+
+    return clip
+
+
+def _watch_clipping() -> Undo:
+    return replace_function(clip_grad, _CLIPS, _watched) if hasattr(clip_grad, _CLIPS) else lambda: None
 
 
 class Hints:
     """Listens to all events of the optimizers of one ``initialize``: to blocks and steps until each has made its first
     steps. ``leave`` is the undo."""
 
-    def __init__(self, events: Events, run: RunFacts) -> None:
-        self.names, self.moves, self.log = run.names, run.moves, run.say
-        self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(run.optimizers, 0))
-        self.is_start, self.until = True, FIRST_STEPS if len(run.moves) == 1 else ENOUGH_STEPS
-        # The first optimizer of a block and its loss id, once a backward went through the scaled loss.
+    def __init__(self, events: Events, bindings: list[Any], names: Any, scales: list[Any], say: Any) -> None:
+        self.names, self.moves, self.log = names, [scale.moves for scale in scales], say
+        self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(bindings, 0))
+        self.is_start, self.until = True, FIRST_STEPS if len(scales) == 1 else ENOUGH_STEPS
+        # The first binding of a block and its loss id, once a backward went through the scaled loss.
         self.proved: set[tuple[int, int]] = set()
+        # Blocks that no backward is known of yet, and had no gradients when they began, as delayed ones leave.
+        self.fresh = weakref.WeakSet[Any]()
         self.in_blocks = weakref.WeakSet[Any]()
-        # Optimizers of which no step has changed a master yet, with what to compare at their next step.
-        self.still = weakref.WeakKeyDictionary[Any, tuple](dict.fromkeys(run.optimizers, ()))
+        # Those of which no step has changed a master yet, with what to compare at their next step.
+        self.still = weakref.WeakKeyDictionary[Any, tuple](dict.fromkeys(bindings, ()))
         self.aside: dict[str, bytes] = {}
-        self.unused = {i for i, moves in enumerate(run.moves) if moves}
+        self.unused = {i for i, moves in enumerate(self.moves) if moves}
         self.heard = [(name, heard, getattr(self, name)) for name, heard in vars(events).items()]
         for _, heard, listener in self.heard:
             heard.append(listener)
+        _watching.add(self)
+        self.unwatch = finalizer(self, shared.acquire(_CLIPS, _watch_clipping))
 
     def say(self, kind: str, message: str) -> None:
         """Once for each ``initialize``: a later one may make a mistake of its own."""
@@ -51,18 +77,24 @@ class Hints:
         for name, heard, listener in self.heard:
             if listener in heard and (name in names or not names):
                 heard.remove(listener)
+        if "left" in names or not names:
+            _watching.discard(self)
+            self.unwatch()
 
-    def entered(self, block: BlockFacts) -> None:
-        if not any(optimizer in self.steps for optimizer in block.optimizers):
-            return
-        self.unused.discard(block.loss_id)
-        self.in_blocks.update(block.optimizers)
-        if not self.is_start:
+    def entered(self, block: Any, scaled: Tensor) -> None:
+        if not any(binding in self.steps for binding in block.bindings):
             return
         proved, loss = self.proved, _loss_of(block)
-        if block.scaled.requires_grad and loss not in proved:
-            block.scaled.register_hook(lambda grad: proved.add(loss))
-        hooked = {id(p) for p in block.leaves if _has_hooks(p)}
+        self.unused.discard(loss[1])
+        self.in_blocks.update(block.bindings)
+        if not self.is_start:
+            return
+        leaves = _leaves_of(block)
+        if scaled.requires_grad and loss not in proved:
+            scaled.register_hook(lambda grad: proved.add(loss))
+            if all(p.grad is None for p in leaves):
+                self.fresh.add(block)
+        hooked = {id(p) for p in leaves if _has_hooks(p)}
         if names := [f'"{n}"' for model in self.names.by_model() for n, p in model.items() if id(p) in hooked]:
             self.say(
                 "hooks",
@@ -71,10 +103,12 @@ class Hints:
                 "amp.master_params(optimizer). See docs/errors.md#see-gradients-multiplied-by-the-loss-scale.",
             )
 
-    def left(self, block: BlockFacts) -> None:
-        is_ours = any(optimizer in self.steps for optimizer in block.optimizers)
-        is_new = is_ours and block.scaled.requires_grad and _loss_of(block) not in self.proved
-        if is_new and block.is_fresh and any(p.grad is not None for p in block.leaves):
+    def left(self, block: Any, scaled: Tensor) -> None:
+        if (
+            block in self.fresh
+            and _loss_of(block) not in self.proved
+            and any(p.grad is not None for p in _leaves_of(block))
+        ):
             self.say(
                 "plain backward",
                 "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss. "
@@ -83,15 +117,28 @@ class Hints:
                 "See docs/errors.md#no-backward-went-through-the-scaled-loss.",
             )
 
-    def stepping(self, step: StepFacts) -> None:
-        if step.optimizer not in self.steps:
+    def clipping(self, params: list[Tensor]) -> None:
+        """torch clips the gradients of these."""
+        for binding in self.steps:
+            frames, masters = binding.gradients.frames, binding.masters
+            try:
+                if not frames:
+                    masters.refuse_to_clip({id(p) for p in params if p.grad is None})
+                elif masters.pairs or frames[-1].inv_scale != 1.0:
+                    binding.gradients.refuse_to_clip(params)
+            except AmpError as error:
+                self.say("clip", f"torch.nn.utils.{error}")
+
+    def stepping(self, binding: Any) -> None:
+        if binding not in self.steps:
             return
-        self.steps[step.optimizer] += 1
+        self.steps[binding] += 1
+        has_grads = binding.has_grads()
         if self.is_start:
-            self._look_at_gradients(step)
-            self._look_at_models(step)
-        if step.optimizer in self.still:
-            self._look_at_masters(step)
+            self._look_at_gradients(binding, has_grads)
+            self._look_at_models(binding)
+        if binding in self.still:
+            self._look_at_masters(binding, has_grads)
         steps = min(self.steps.values())
         if steps >= FIRST_STEPS:
             if self.is_start and COPIES:
@@ -104,15 +151,15 @@ class Hints:
             if not self.still or steps >= ENOUGH_STEPS:
                 self.leave("stepping")
 
-    def _look_at_gradients(self, step: StepFacts) -> None:
-        call = f"{type(step.optimizer).__name__}.step()"
-        if not step.has_grads:
+    def _look_at_gradients(self, binding: Any, has_grads: bool) -> None:
+        call = f"{type(binding.optimizer).__name__}.step()"
+        if not has_grads:
             self.say(
-                f"no gradients of {id(step.optimizer)}",
+                f"no gradients of {id(binding)}",
                 f"{call} changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
                 "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
             )
-        elif any(self.moves) and step.optimizer not in self.in_blocks and not step.by_scaler:
+        elif any(self.moves) and binding not in self.in_blocks and not binding.by_scaler:
             self.say(
                 "no block",
                 f"{call}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
@@ -120,13 +167,14 @@ class Hints:
                 "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
                 "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
             )
+        stepped = _stepped_by(binding)
         found = {
             name: p
             for model in self.names.by_model()
             # Not a model without any parameter in the optimizer, such as a teacher.
-            if not step.stepped.isdisjoint(map(id, model.values()))
+            if not stepped.isdisjoint(map(id, model.values()))
             for name, p in model.items()
-            if id(p) not in step.stepped and p.requires_grad and p.grad is not None
+            if id(p) not in stepped and p.requires_grad and p.grad is not None
         }
         # Rare, so that looking at every live optimizer is cheap enough.
         alive = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)] if found else []
@@ -140,9 +188,9 @@ class Hints:
                 "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
             )
 
-    def _look_at_models(self, step: StepFacts) -> None:
+    def _look_at_models(self, binding: Any) -> None:
         """At models in 16 bits without an optimizer, which may hold an average."""
-        stepped = step.stepped.union(id(p) for o in self.steps for group in o.param_groups for p in group["params"])
+        stepped = _stepped_by(binding).union(id(p) for each in self.steps for p in each.params())
         idle = [model for model in self.names.by_model() if stepped.isdisjoint(map(id, model.values()))]
         params = {name: p for model in idle for name, p in model.items() if p.dtype in LOW_PRECISION}
         former, self.aside = self.aside, {name: marks([p]) for name, p in params.items()}
@@ -168,25 +216,28 @@ class Hints:
                 "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
             )
 
-    def _look_at_masters(self, step: StepFacts) -> None:
+    def _look_at_masters(self, binding: Any, has_grads: bool) -> None:
         """At whether a step that ran on gradients has changed a master."""
-        before, former = self.still[step.optimizer], step.former
+        before, former = self.still[binding], binding.steps.outcome
         if (before and before[0] is former) or not host_may_read() or is_watched():
             return  # in one step, which evaluates the model again; or nobody may read the device
         # Sums, too, because optimizers that write through ``.data`` change no version.
-        here = [master.detach() for master in step.masters if master.device == step.masters[0].device]
-        now = marks(step.masters), [master.sum(dtype=widest(master.device)) for master in here]
+        rates = [(group.get("lr", 1.0), group["params"]) for group in binding.optimizer.param_groups]
+        moving = [p for lr, params in rates if isinstance(lr, Tensor) or lr for p in params]
+        masters = [p for p in moving if p in binding.masters.model_of]
+        here = [master.detach() for master in masters if master.device == masters[0].device]
+        now = marks(masters), [master.sum(dtype=widest(master.device)) for master in here]
         is_same = bool(here and before) and before[1] == now[0]
         if is_same and not former.skipped:
             is_same = torch.equal(torch.stack(before[2]), torch.stack(now[1]))
         if here and (not before or (is_same and former.skipped)):
-            self.still[step.optimizer] = (former, *now) if step.has_grads else ()
+            self.still[binding] = (former, *now) if has_grads else ()
             return
-        del self.still[step.optimizer]
+        del self.still[binding]
         if is_same:
             self.say(
-                f"still {id(step.optimizer)}",
-                f"{type(step.optimizer).__name__}.step() has changed no fp32 master weight, so the model does not "
+                f"still {id(binding)}",
+                f"{type(binding.optimizer).__name__}.step() has changed no fp32 master weight, so the model does not "
                 "train. It steps other tensors: those of an optimizer inside it, or parameters that it has kept. Step "
                 "the tensors of its param_groups, or pass the optimizers inside it to amp.initialize. "
                 "See docs/errors.md#has-changed-no-fp32-master-weight.",
@@ -214,17 +265,29 @@ class Hints:
                 logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
             )
 
-    def dropped(self, optimizer: Any, names: list[str]) -> None:
-        if optimizer in self.steps:
+    def dropped(self, binding: Any, names: list[str]) -> None:
+        if binding in self.steps:
             self.say(
                 f"dropped {names}",
-                f"{type(optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
+                f"{type(binding.optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
                 "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward.",
             )
 
 
-def _loss_of(block: BlockFacts) -> tuple[int, int]:
-    return id(block.optimizers[0]), block.loss_id
+def _loss_of(block: Any) -> tuple[int, int]:
+    first = block.bindings[0]
+    return id(first), block.loss_id % len(first.loss_scales)
+
+
+def _leaves_of(block: Any) -> list[Tensor]:
+    """The parameters that the block's backward writes to."""
+    return [p for binding in block.bindings for p in binding.masters.leaves]
+
+
+def _stepped_by(binding: Any) -> set[int]:
+    """Ids of the model's parameters that it steps, and of all that have a master."""
+    with_masters = (p for masters in list(binding.masters.beside) for p in masters.params_with_master)
+    return {id(p) for p in (*binding.model_params(), *with_masters)}
 
 
 def _has_hooks(p: Tensor) -> bool:

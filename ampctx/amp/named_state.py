@@ -16,6 +16,7 @@ has the same keys: torch.distributed.checkpoint (DCP) loads one into another. Na
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -42,7 +43,7 @@ from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
 from ampctx.optimizers.split_masters import SplitMasters
-from ampctx.scaling.loss_scale import KEY
+from ampctx.scaling.loss_scale import KEY, read_amp_entries
 from ampctx.weights.store import EXTRAS, STORES, joined
 
 logger = logging.getLogger("ampctx")
@@ -51,6 +52,7 @@ logger = logging.getLogger("ampctx")
 _FULL = {"fp32", "masters", "copy", "split"}
 _ROUNDED = {"nearest", "stochastic", "kahan"}
 _OF_AMP = ("overflows", "scales", "loss_scales")
+_LATER = "Load it with the version that saved it, or a later one."
 _FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP)
 
 
@@ -252,7 +254,7 @@ class _NamedRun:
             if members:
                 of_amp = amp["optimizers"][number] if amp else {}
                 names, groups = iter(members), []
-                for group in optimizer.param_groups:
+                for group in optimizer.state_dict()["param_groups"]:  # with its count of skips
                     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                     params = [next(names).name for _ in group["params"]]
                     groups.append(map_leaves(options, plain, False) | {"params": params})
@@ -326,6 +328,7 @@ class _NamedRun:
                     "and cpu_offload rank 0 alone has the tensors: load its file on every rank."
                 )
             typed(tree[key], dict, f'state_dict["{key}"]')
+        check_known(tree, "state_dict", ("model", "optim", "compensation", "optimizers", "amp"))
         saved = _read_facts(tree["optimizers"])
         tree = {**tree, "model": self._checked_model(tree["model"])}
         members = [m for _, of_one in self.optimizers for m in of_one]
@@ -425,7 +428,13 @@ class _NamedRun:
             )
         scales: State = {key: value for key, value in given.items() if key.startswith(KEY)}
         check_known(given, 'state_dict["amp"]', ("opt_level", "torch", "ampctx", "deferred", *scales))
+        by, here = (re.findall(r"\d+", version)[:2] for version in (str(given.get("ampctx", __version__)), __version__))
+        if not by or list(map(int, by)) > list(map(int, here)):
+            raise AmpValueError(
+                f'state_dict["amp"]["ampctx"] is {given["ampctx"]!r}, and this is ampctx {__version__}. {_LATER}'
+            )
         if there != level:
+            read_amp_entries(scales)
             kept = {f"{KEY}{i}": scale for i, scale in enumerate(self.session.loss_scales)}
             move = [key for key, scale in kept.items() if scale.moves and key in scales and scales[key].get("dynamic")]
             scales = {key: scales[key] if key in move else scale.state_dict() for key, scale in kept.items()}
@@ -477,7 +486,10 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         for group in entry(facts, "groups", list, where):
             options = {key: option for key, option in group.items() if key != "params"}
             for name in entry(group, "params", list, where):
-                found[name] = _Was(layout.get(name), name not in without_state, options, of_amp)
+                if (kind := layout.get(name)) not in (None, *_FULL, *_ROUNDED):
+                    is_new = f'{where}[0]["layout"]["{name}"] is {kind!r}, which this version of ampctx does not know.'
+                    raise AmpValueError(f"{is_new} {_LATER}")
+                found[name] = _Was(kind, name not in without_state, options, of_amp)
     return found
 
 

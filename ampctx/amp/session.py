@@ -29,7 +29,7 @@ from ampctx._collectives import check_process_group, is_rank_zero
 from ampctx._decorators import names_arguments, outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
-from ampctx.amp.events import BlockFacts, Events, RunFacts, SkipLog, tell
+from ampctx.amp.events import Events, SkipLog, tell
 from ampctx.amp.methods import weak_method
 from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.setup import finalizer, is_optimizer
@@ -49,7 +49,6 @@ from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
-from ampctx.weights import waiting
 from ampctx.weights.masters import LOADED, MasterParams
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +62,6 @@ class Block:
     ``factor``, ``inv_scale``, ``found_inf``: of its loss and its gradients. ``others``: optimizers with masters that it
     does not name, and that its backward may reach. ``notes``: mark gradients that it has left in other optimizers.
     ``opened``: with the number of blocks open before this one, for an exception. ``ending``: it is at its end.
-    ``facts``: those that observers were told when it began.
     """
 
     bindings: list[OptimizerBinding]
@@ -79,7 +77,6 @@ class Block:
     notes: list[Callable[[set[int]], None]] = field(default_factory=list)
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     ending: bool = False
-    facts: BlockFacts | None = None
 
     def abandon(self) -> None:
         # In reverse: of optimizers that share a parameter, the first one has stashed its gradient.
@@ -99,8 +96,9 @@ class AmpSession:
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
-    # ``initialize`` calls these with the session's events. They return an undo. ``ampctx.amp`` adds ``hints``.
-    watchers: ClassVar[list[Callable[[Events, RunFacts], Undo]]] = []
+    # ``initialize`` calls these with the session's events, bindings, names of parameters, scales, and ``SkipLog.say``.
+    # They return an undo. ``ampctx.amp`` adds ``hints``.
+    watchers: ClassVar[list[Callable[..., Undo]]] = []
 
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
@@ -317,9 +315,8 @@ class AmpSession:
                 bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-            run = RunFacts(optimizer_list, names, [scale.moves for scale in scales], self._log.say)
             for watch in self.watchers if verbosity > 0 else ():  # which only log
-                undo.callback(watch(self._events, run))
+                undo.callback(watch(self._events, list(bound.values()), names, scales, self._log.say))
             if policy.autocast_dtype is not None:
                 is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
                 autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
@@ -352,8 +349,6 @@ class AmpSession:
             bound = self._bindings, self._masters, self._deferred
             for forget in (self._casts.undo, *hooks, *bound, self._log.said):
                 stack.callback(forget.clear)
-            for flag in waiting.of(self):
-                stack.callback(flag.drop)
             stack.callback(vars(self).update, loss_scales=[], policy=None)
             stack.callback(self._undo.close)
             for undo in self._casts.undo.values():
@@ -396,16 +391,14 @@ class AmpSession:
             delay_overflow_check: leave the scale update to a later block. Steps on non-finite gradients are skipped.
 
         Raises:
-            AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
-                the next of ``clip_grad_norm_``, step and block raises it.
+            AmpRankError: at the end, the loss scales of a ``process_group`` or a mesh differ, or a rank is missing.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``, or several went through calls of it with scales that are
                 not one static scale; ``num_losses`` does not cover the loss id. At the end: another block has left
                 scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. Over NCCL and
-        with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With DTensors
-        they agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
+        No host sync. With a ``process_group`` or a mesh over gloo, the end of the block waits for the other ranks. Over
+        NCCL ranks read whether their scales are equal at the first and every 1,000th block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return misuse.LossBlock(self._scaled_loss, args, {})
@@ -439,8 +432,7 @@ class AmpSession:
                     if isinstance(block.factor, PerDevice):
                         wide = torch.mul(wide, block.factor.on(loss.device))
                         if self._events.entered and (block.scale.moves or block.scale.init_scale != 1.0):
-                            block.facts = self._facts_of(block, wide)
-                            tell(self._events.entered, block.facts)
+                            tell(self._events.entered, block, wide)
                     yield wide
                 finally:
                     # As in apex, optimizers that the block does not name get nothing of its backward.
@@ -452,8 +444,8 @@ class AmpSession:
             for binding in block.bindings:
                 if binding.left_grads.joined:
                     binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
-            if block.facts is not None:
-                tell(self._events.left, block.facts)
+            if self._events.left:
+                tell(self._events.left, block, wide)
             self._leave(block)
         except BaseException as error:
             block.abandon()
@@ -492,8 +484,6 @@ class AmpSession:
     def _enter(self, block: Block) -> None:
         """Prepares the backward of a block in this thread."""
         self._thread.enter_block(self._casts.enabled)
-        if waiting.ALL:
-            self._decide("amp.scale_loss")
         # Both now: a nested block may change the scale before this one ends.
         fresh = not any(binding.gradients.frames for binding in block.bindings)
         block.factor, block.inv_scale, block.found_inf = block.scale.factors(block.device, fresh)
@@ -527,7 +517,10 @@ class AmpSession:
                 binding.gradients.delay(block.inv_scale, loss)
             return
         delay = block.delay_unscale or block.delay_overflow_check
-        if not delay and not nested and self._decides_alone(bindings, scale) and not bindings[0].masters.groups:
+        # Its flag alone decides about the scale, and nobody else sees or changes it.
+        is_alone = len(bindings) == 1 and not bindings[0].masters.groups and scale not in self._deferred
+        is_alone = is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
+        if is_alone and not (delay or nested):
             found_inf.update = scale.update_with_check(block.device)
         done = set[int]() if len(bindings) > 1 else None
         for binding in bindings:
@@ -557,9 +550,6 @@ class AmpSession:
             return
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
-            if self._decides_alone(bindings, scale) and not delay and not bindings[0].gradients.frames:
-                # Nobody else sees the flag, so that ranks may agree on it later.
-                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups, self)
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
@@ -575,29 +565,12 @@ class AmpSession:
             self._deferred.pop(scale, None)
             scale.update(found_inf)
 
-    def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
-        """Whether a block's flag alone decides about the scale, and nobody but ranks of a mesh sees or changes it."""
-        is_alone = len(bindings) == 1 and scale not in self._deferred
-        return is_alone and scale.dynamic and scale.observer is None and scale.process_group is None
-
     def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
         """Whether another optimizer has a parameter of these, too: its gradient cannot stay scaled for one of them."""
         if len(self._bindings) < 2:
             return False
         owners = Counter(id(p) for b in self._bindings.values() for p in b.masters.params_without_master)
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
-
-    def _decide(self, call: str) -> None:
-        """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
-        for flag in waiting.of(self):
-            flag.decide(call)
-
-    @staticmethod
-    def _facts_of(block: Block, scaled: Tensor) -> BlockFacts:
-        leaves = [p for binding in block.bindings for p in binding.masters.leaves]
-        loss_id = block.loss_id % len(block.bindings[0].loss_scales) if block.bindings else 0
-        is_fresh = all(p.grad is None for p in leaves)
-        return BlockFacts([binding.optimizer for binding in block.bindings], loss_id, scaled, leaves, is_fresh)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:
@@ -669,9 +642,8 @@ class AmpSession:
         """Returns the scale that the next block uses. Host sync if it is on an accelerator and moves.
 
         ``outcome`` and ``history`` have the scales of steps. ``optimizer``: needed after several calls of
-        ``initialize``, each of which has scales of its own. With DTensors call it after the step. 1.0 with
-        ``enabled=False``. AmpError before ``initialize``, or for an optimizer that did not go through it; AmpIndexError
-        for a loss id that ``num_losses`` does not cover.
+        ``initialize``, each of which has scales of its own. 1.0 with ``enabled=False``. AmpError before ``initialize``,
+        or for an optimizer that did not go through it; AmpIndexError for a loss id that ``num_losses`` does not cover.
         """
         if self.policy is None:
             raise AmpError("amp.loss_scale was called before amp.initialize. Call amp.initialize first.")

@@ -34,7 +34,6 @@ from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import loss_scale
 from ampctx.scaling.loss_scale import FACTORS, KEY, RUN_KEYS, LossScale, check_scale, read_amp_entries
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
-from ampctx.weights import waiting
 
 logger = logging.getLogger("ampctx")
 
@@ -65,7 +64,7 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
     Args:
         destination: a dict to fill and return. None: a new one.
         masters: add the fp32 masters, which ``model.state_dict()`` holds, too, and overflows that will skip a later
-            step. apex cannot load these. With DTensors, between a block and its step, call this on every rank.
+            step. apex cannot load these.
 
     Raises:
         AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
@@ -73,7 +72,6 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
     result = OrderedDict() if destination is None else destination
     if session.policy is None or not session.policy.enabled:
         return result
-    # First: it may update the scales.
     run = saved(session, list(session._bindings.values()), "amp.state_dict(masters=True)") if masters else {}
     result.update({f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(session.loss_scales)})
     result.update(run)
@@ -83,7 +81,6 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
 def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     """The entries besides those of the loss scales. Resyncs masters from the model, and reads flags: a host sync.
     AmpError inside a scale_loss block, or between ``first_step`` and ``second_step``."""
-    session._decide(call)
     for binding in bindings:
         binding.refuse_state(call, perturbed=True)
     scales, deferred = session.loss_scales, session._deferred
@@ -226,8 +223,6 @@ def _scales_loader(
                     text = "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays."
                     logger.warning(text, call, i, now, new)
                 scale.load_state_dict(entries[i])
-        for flag in waiting.of(session):
-            flag.moves_scale = False  # of the scale before
 
     return load
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures
-from ampctx.amp.events import Events, StepFacts, tell
+from ampctx.amp.events import Events, tell
 from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
 from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
@@ -34,13 +34,11 @@ from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
-from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
-from ampctx.weights.waiting import Waiting
 
 
 class FoundInfFlags:
@@ -49,7 +47,6 @@ class FoundInfFlags:
     ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
     those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
     flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
-    ``undecided``: the flag of the latest block while ranks have yet to agree on it.
     """
 
     def __init__(self) -> None:
@@ -58,12 +55,11 @@ class FoundInfFlags:
         self._taken: tuple[Flags, Flags] | None = None
         self._of_failed_step = False
         self.scales_used: dict[int, Factor] = {}
-        self.undecided: Waiting | None = None
 
     @property
     def are_of_blocks(self) -> bool:
         """Whether a block has checked gradients since the last step."""
-        return self.undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
+        return any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
@@ -81,25 +77,9 @@ class FoundInfFlags:
                 if loss_id in self._final:
                     self.by_loss[loss_id] = self._final[loss_id]
 
-    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], session: Any) -> None:
-        """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
-        is final then. No host sync."""
-        self.undecided = Waiting(session, self, loss_id, scale, found_inf, groups)
-
-    def decide(self, call: str) -> None:
-        if self.undecided is not None:
-            self.undecided.decide(call)
-
-    def drop_undecided(self) -> None:
-        if self.undecided is not None:
-            self.undecided.drop()
-            self.undecided = None
-
     def drop_failed(self, is_incomplete: bool) -> None:
         """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
-        if has_failed := self.undecided is not None and self.undecided.failed:
-            self.drop_undecided()
-        if has_failed or is_incomplete or self._of_failed_step:
+        if is_incomplete or self._of_failed_step:
             self.clear()
 
     def clear(self) -> None:
@@ -151,7 +131,7 @@ class OptimizerBinding:
         self.flags, self.steps, self.casts = FoundInfFlags(), steps, casts
         self.events, self.left_grads = events, LeftGrads()
         # A GradScaler scales for the optimizer. A loop that uses one does so from the first steps.
-        self._by_scaler, self._first_steps = False, 2
+        self.by_scaler, self._first_steps = False, 2
         self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
@@ -292,7 +272,7 @@ class OptimizerBinding:
             self.masters.follow(drop)
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
-                tell(self.events.dropped, self.optimizer, names)
+                tell(self.events.dropped, self, names)
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.params()), torch.device("cpu"))
@@ -301,29 +281,10 @@ class OptimizerBinding:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
-    def _agree_or_leave_to_step(self) -> None:
-        """Lets ranks agree on the flag of the latest block, or leaves that to the step, if it sums norms over them. All
-        that decides between the two is the same on every rank."""
-        optimizer, flag = self._optimizer(), self.flags.undecided
-        if flag is None:
-            return
-        is_alone = not self.flags.by_loss and "found_inf" not in vars(optimizer) and self.steps.limit is None
-        may_wait = is_alone and hasattr(type(optimizer), "_takes_flag") and self.device_decides()
-        if may_wait and optimizer._takes_flag(flag.found_inf, flag.groups):
-            flag.leave_to_step()
-        else:
-            flag.decide("optimizer.step()")
-
     @without_grad
-    def ready(self, before_closure: bool = False, may_leave_flag: bool = False) -> None:
-        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on the flags of
-        blocks, and on gradients that no block has checked: with or without these, because ranks may differ in that.
-        ``may_leave_flag``: the step evaluates no closure, which would read the flag of the latest block."""
-        if waiting.ALL:
-            if may_leave_flag:
-                self._agree_or_leave_to_step()
-            else:
-                self.flags.decide("optimizer.step()")
+    def ready(self, before_closure: bool = False) -> None:
+        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
+        no block has checked: with or without these, because ranks may differ in that."""
         self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
@@ -340,19 +301,8 @@ class OptimizerBinding:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
-        if len(flags) > 1:  # the step reads their maximum
-            self.flags.decide("optimizer.step()")
         if self.events.stepping and not before_closure:
-            tell(self.events.stepping, self._facts())
-
-    def _facts(self) -> StepFacts:
-        has_grads = self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
-        stepped = {id(p) for p in self.model_params()}
-        stepped.update(id(p) for masters in list(self.masters.beside) for p in masters.params_with_master)
-        rates = [(group.get("lr", 1.0), group["params"]) for group in self.optimizer.param_groups]
-        moving = [p for lr, params in rates if isinstance(lr, Tensor) or lr for p in params]
-        masters = [p for p in moving if p in self.masters.model_of]
-        return StepFacts(self.optimizer, stepped, masters, has_grads, self._by_scaler, self.steps.outcome)
+            tell(self.events.stepping, self)
 
     def check_misuse(self, has_closure: bool = False) -> None:
         """Raises AmpError if an enabled GradScaler steps an optimizer with masters, another block has left scaled
@@ -395,7 +345,7 @@ class OptimizerBinding:
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
-            self.ready(may_leave_flag=True)
+            self.ready()
             if self.device_decides():
                 # At the limit of skips in a row, the host must know.
                 if losses := self.steps.overflowed_at_limit(self.flags.take):
@@ -538,6 +488,9 @@ class OptimizerBinding:
         """The parameters that the optimizer steps, in order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def has_grads(self) -> bool:
+        return self.gradients.pending is not None or any(stored_grad(p) is not None for p in self.params())
+
     def model_params(self) -> list[Tensor]:
         """``params`` with model parameters in the places of their masters."""
         return [self.masters.model_of.get(p, p) for p in self.params()]
@@ -556,7 +509,7 @@ class OptimizerBinding:
         return tuple(f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)  # type: ignore
 
     def refuse_grad_scaler(self) -> None:
-        self._by_scaler = True
+        self.by_scaler = True
         if self.masters.pairs:
             raise AmpError(
                 "a GradScaler was given an optimizer that is under amp with fp32 master weights. It would not unscale "
@@ -616,14 +569,12 @@ class OptimizerBinding:
         self.steps.epoch += 1
         self.gradients.drop_all()
         self.flags.clear()
-        self.flags.drop_undecided()
         self.flags.by_loss, self.flags.scales_used = flags, scales_used
         self.restore_unperturbed, self.first_step_skipped = None, False
 
     def release(self) -> None:
         """Restores the optimizer as it was, with its parameters in fp32."""
         self.released = True
-        self.flags.drop_undecided()
         self._replaced.close()
         if self.optimizer is not None:
             self.undo_first_step()

@@ -99,6 +99,8 @@ class SharedOptions(CommonOptions, total=False):
 _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
 _DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
 _DEFAULTS |= {"skip_nonfinite": False, "skip_norm_above": None, "process_group": None}
+# Arguments that are no group options.
+_OF_CLASS = (*_guard.OPTIONS, "write_back", "master_weights", "offload")
 
 
 class FusedOptimizer(Guarded, torch.optim.Optimizer):
@@ -216,6 +218,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
+        if alone := [name for name in _OF_CLASS if name in group]:
+            raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         if group["lr"] is None:
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
         rate = _options.check_number("lr", group["lr"])
@@ -259,8 +263,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
-        if alone := [name for name in _guard.OPTIONS if name in param_group]:
-            raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
@@ -582,8 +584,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """
         _checkpoint.refuse_strays(self)
         found = super().state_dict()
-        is_own = any(not _checkpoint.OWN.isdisjoint(state) for state in found["state"].values())
-        return {**found, "state": _state_types.for_any_ranks(found["state"]), **self._saved(is_own)}
+        # A hook of the program may have put an entry there that is no dict.
+        is_own = any(isinstance(s, dict) and not _checkpoint.OWN.isdisjoint(s) for s in found["state"].values())
+        return self._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -619,7 +622,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
         def after(_: Any) -> None:
             self.state.update(states)
-            self._restore(state_dict)
+            self._restore()
             if not self.capturable:
                 return
             self._lr_to_tensor()

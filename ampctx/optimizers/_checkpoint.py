@@ -28,7 +28,7 @@ from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 
-SKIPPED = "skipped_steps"  # the key of a guard's count
+SKIPPED = "skipped_steps"  # a guard's count, an option of its groups
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 OWN = {*EXTRAS.values(), *CODES_OF, *SCALES_OF}  # neither torch's nor apex's
@@ -57,13 +57,13 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
     missing entries, entries of the wrong type, and ambiguous ids."""
     if "param_groups" not in checkpoint:
         return None
-    check_format(checkpoint, "state_dict", ("state", "param_groups", "format", SKIPPED))
-    check_count(f'state_dict["{SKIPPED}"]', plain(checkpoint.get(SKIPPED, 0)), 0)
+    check_format(checkpoint, "state_dict", ("state", "param_groups", "format"))
     saved_groups = entry(checkpoint, "param_groups", (list, tuple), "state_dict")
     states = entry(checkpoint, "state", Mapping, "state_dict")
     for g, saved in enumerate(saved_groups):
         typed(saved, Mapping, f'state_dict["param_groups"][{g}]')
         entry(saved, "params", (list, tuple), f'state_dict["param_groups"][{g}]')
+        check_count(f'state_dict["param_groups"][{g}]["{SKIPPED}"]', plain(saved.get(SKIPPED, 0)), 0)
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
     found, stands_for = [], dict[Any, Tensor]()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -134,9 +133,10 @@ def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, 
 
 
 class Guarded:
-    """What optimizers with guards show of them."""
+    """A mixin: outcome, skipped steps and checkpoint entries of an optimizer with a guard."""
 
     _guard: Guard | None = None
+    param_groups: list[dict[str, Any]]
 
     @property
     def outcome(self) -> StepOutcome:
@@ -150,12 +150,23 @@ class Guarded:
         sync."""
         return 0 if self._guard is None else self._guard.earlier + self._guard.record.skipped_steps()
 
-    def _saved(self, is_own: bool) -> dict[str, int]:
-        """What a state dict has beside the entries of torch's and apex's, in a format of ampctx's own. Host sync with a
-        guard."""
-        count = {} if self._guard is None else {SKIPPED: self.skipped_steps()}
-        return {"format": FORMAT, **count} if is_own or count else {}
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._guard is not None:  # a flattened state of torch.distributed has the options that groups have here
+            self.param_groups[-1].setdefault(SKIPPED, 0)
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    def _saved(self, state: dict[str, Any], is_own: bool) -> dict[str, Any]:
+        """A state dict in a format of ampctx's own, or as it is without a guard or anything else of its own. The count
+        is an option of the groups, which ``get_state_dict`` of torch.distributed keeps. Host sync with a guard."""
         if self._guard is not None:
-            self._guard.earlier = plain(saved.get(SKIPPED, 0)) - self._guard.record.skipped_steps()
+            count = self.skipped_steps()
+            state["param_groups"] = [{**group, SKIPPED: count} for group in state["param_groups"]]
+        return {**state, "format": FORMAT} if is_own or self._guard is not None else state
+
+    def _restore(self) -> None:
+        """Takes the count from the groups that were loaded."""
+        count = max((plain(group.pop(SKIPPED, 0)) for group in self.param_groups), default=0)
+        if self._guard is not None:
+            self._guard.earlier = count - self._guard.record.skipped_steps()
+            for group in self.param_groups:
+                group[SKIPPED] = count

@@ -38,7 +38,7 @@ class FusedLAMB(FusedOptimizer):
     _op = "lamb"
     _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
     _refused: ClassVar[tuple[str, ...]] = ("offload",)
-    _split_step, _takes_flag = layerwise.lamb, layerwise.takes_flag
+    _split_step = layerwise.lamb
 
     def __init__(
         self,

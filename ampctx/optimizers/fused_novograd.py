@@ -40,7 +40,7 @@ class FusedNovoGrad(FusedOptimizer):
     _op = "novograd"
     _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type", "init_zero")
     _refused = ("offload",)
-    _split_step, _takes_flag = layerwise.novograd, layerwise.takes_flag
+    _split_step = layerwise.novograd
 
     def __init__(
         self,

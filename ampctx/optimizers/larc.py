@@ -109,8 +109,6 @@ class LARC:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    _takes_flag = layerwise.takes_flag
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Adapts the gradients and steps the wrapped optimizer. No host sync of its own.
 

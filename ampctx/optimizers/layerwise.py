@@ -20,18 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import maximum_over_ranks
+from ampctx._collectives import reduced_over
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
-from ampctx.kernels.tensor_loops import device_of
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Scaling, Work
-from ampctx.weights import waiting
 from ampctx.weights.store import STORES
 
 Lists = Mapping[str, Sequence[Tensor]]
@@ -143,17 +141,6 @@ def any_split(groups: Iterable[Group]) -> bool:
     return any_sharded(params) and any(spread.joins for spread in spreads_of(params))
 
 
-def takes_flag(optimizer: Any, found_inf: Tensor, over: list[Any]) -> bool:
-    """Whether the first all_reduce of a step goes over these process groups, and nothing reads or copies the flag
-    before. It then takes the flag along: sums do, largest magnitudes do not."""
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
-    if set(map(device_of, params)) != {found_inf.device}:
-        return False
-    grids = [spread.grid for spread in spreads_of([p for p in params if is_split(p)]) if spread.grid is not None]
-    return groups[0].get("norm_type") != 0 and [grid.groups for grid in grids] == [over]
-
-
 class Norms:
     """Norms of tensors of an optimizer's parameters, joined over the ranks, on which its groups are the same. ``call``:
     for messages of failed collectives."""
@@ -198,13 +185,14 @@ class Norms:
             values.index_copy_(0, index, move(norms, self.device).to(values.dtype).square())
 
     def join(self, *rows: Tensor, order: float = 2.0) -> list[Tensor]:
-        """The norms in rows of numbers of all ranks. One all_reduce for each grid, which takes waiting flags along."""
-        values, join = torch.stack(rows), maximum_over_ranks if order == _INF else waiting.summed
+        """The norms in rows of numbers of all ranks. One all_reduce for each grid."""
+        reduce, values = torch.distributed.ReduceOp, torch.stack(rows)
+        op = reduce.MAX if order == _INF else reduce.SUM
         for grid, places in self._joined:
             index = self._index(places)
             sent = values.index_select(1, index)
-            joined = join(sent.flatten(), grid.groups, self._call, "sums over its parts of parameters")
-            values.index_copy_(1, index, joined.view_as(sent))
+            reduced_over(sent, op, grid.groups, self._call, "sums over its parts of parameters")
+            values.index_copy_(1, index, sent)
         return list(values if order == _INF else values.sqrt())
 
     def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:

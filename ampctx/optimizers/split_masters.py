@@ -214,7 +214,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         """State and options, as in torch, with tensors of the optimizer. Host sync with ``skip_nonfinite`` or
         ``skip_norm_above`` alone, for the count."""
         refuse_strays(self)
-        return {**super().state_dict(), **self._saved(is_own=True)}
+        return self._saved(super().state_dict(), is_own=True)
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
             after = self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True)
             hooks.callback(after.remove)
             super().load_state_dict(state_dict)
-        self._restore(state_dict)
+        self._restore()
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self, "_seen")

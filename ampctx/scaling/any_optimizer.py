@@ -1,9 +1,8 @@
-"""Optimizers of any class: whether they skip steps by themselves, and how to restore them after an overflow."""
+"""Optimizers of any class: whether they skip steps by themselves, and the layout of gradients that they need."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,31 +81,3 @@ def with_wrapped(optimizer: Any) -> list[Any]:
             )
             found += [o for o in inside if isinstance(o, torch.optim.Optimizer) and o not in found]
     return found
-
-
-def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
-    """Copies parameters, state and group options. Returns the function that restores them. No host sync.
-    ``wrapped_too``: whether to include the state of an optimizer that it wraps."""
-    values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-    states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
-    # Some have numbers beside the dicts of parameters.
-    saved_states = [
-        (state, {k: copy.deepcopy(dict(v) if isinstance(v, Mapping) else v) for k, v in state.items()})
-        for state in states
-    ]
-    options = [(g, {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for p, memory, value in values:
-            if p.data_ptr() != memory.data_ptr():
-                p.data = memory  # SAM assigns p.data
-            p.copy_(value)
-        for state, saved in saved_states:
-            state.clear()
-            state.update(saved)
-        for group, of_group in options:  # a group that was added since stays as it is
-            for k, v in of_group.items():  # other code may refer to a tensor lr
-                group[k] = group[k].copy_(v) if isinstance(v, Tensor) else v
-
-    return restore

@@ -152,6 +152,8 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         for steps in self._steps.values():
             steps.epoch += 1
+        for state in self._per_optimizer_states.values():  # other gradients may come
+            state.pop("done", None)
         return self._scaled(outputs)
 
     def _scaled(self, value: Any) -> Any:
@@ -194,6 +196,8 @@ class GradScaler(torch.amp.GradScaler):
         states, key = self._per_optimizer_states, id(optimizer)
         if "kept" in states[key] and states[key]["kept"] != _versions(optimizer):
             del states[key]
+        if len(states) > (key in states):
+            self._follow_others(call, optimizer)
         state = states[key]
         if error := _OUT_OF_ORDER.get((call, state["stage"])):
             raise AmpError(error)
@@ -209,6 +213,26 @@ class GradScaler(torch.amp.GradScaler):
             state["kept"] = _versions(optimizer)
             raise
         state.pop("kept", None)
+
+    def _follow_others(self, call: str, optimizer: Any) -> None:
+        """Takes the flags of gradients that were unscaled through another optimizer, such as a wrapper of this one.
+        AmpError where they would be divided twice."""
+        states, key = self._per_optimizer_states, id(optimizer)
+        if key in states and states[key]["stage"] is not OptState.READY:
+            return
+        for state in [state for other, state in states.items() if other != key and "done" in state]:
+            if (done := set(map(id, state["done"]))).isdisjoint(map(id, params_of(optimizer))):
+                continue
+            with_gradient = _with_gradient(optimizer)
+            if not (shared := [where for where, p in with_gradient if id(p) in done]):
+                continue
+            if call != "step" or state["stage"] is OptState.STEPPED or len(shared) < len(with_gradient):
+                raise AmpError(
+                    f"{call}({type(optimizer).__name__}): the gradient of {shared[0]} was unscaled through another "
+                    "optimizer since the last update(), and would be divided by the scale twice. Pass unscale_ and "
+                    f"step the same optimizer, once, and give a parameter to one optimizer. {_SEE}"
+                )
+            states[key] = dict(state)
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -251,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             meshes = groups_of(params, placed_grads(params).layouts) if any_sharded(params) else []
             if meshes or self._loss_scale.process_group is not None:
                 state["meshes"] = meshes  # over which ``_flags`` will join the flags
-        after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params))} if unscales else {}
+        after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params)), "done": params} if unscales else {}
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, factor, found_inf, not unscales)
         state.update(after, found_inf_per_device=flags)  # at once, for a second try after an interrupt
@@ -307,8 +331,8 @@ class GradScaler(torch.amp.GradScaler):
                 losses = state.pop("overflowed", None)
             elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
-            state["stage"] = OptState.STEPPED
-            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params_of(optimizer))))
+            state["stage"], state["done"] = OptState.STEPPED, (params := params_of(optimizer))
+            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params)))
             if losses is not None:
                 steps.decided(optimizer, losses, known, step_record.culprits_of(optimizer) if losses else ())
             else:

@@ -198,23 +198,17 @@ class LossScale:
         return [group for group in groups if group is not None]
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
-        """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0. Every rank must take
-        part. ``call``: for messages. Host sync and AmpRankError as ``received``."""
+        """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0, fp32. Every rank must
+        take part. ``call``: for messages.
+
+        1 if scales differ by more than some 1e-6, so that every rank skips the step; then AmpRankError where the host
+        reads it: each time on the CPU, where it waits anyway; else the first time, after a load and every 1,000th."""
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
-        op = torch.distributed.ReduceOp.SUM
-        return self.received(reduced_over(self.sent(found_inf), op, groups, call, "a found_inf flag"), groups, call)
-
-    def sent(self, found_inf: Tensor) -> Tensor:
-        """What ranks sum up to agree on a flag: fp64 ``[4]`` on its device. No host sync. Besides it the number of
-        ranks, the scale and its square, whose sums show whether a scale differs by more than some 1e-6."""
         flag, scale = found_inf.detach().reshape(()), move(self.tensors(found_inf.device)[0], found_inf.device).double()
-        return torch.stack((flag != 0, torch.ones_like(flag), scale, scale * scale))
-
-    def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
-        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. 1 if scales differ, so that
-        every rank skips the step; then AmpRankError where the host reads it: each time on the CPU, where it waits
-        anyway; else the first time, after a load and every 1,000th time."""
+        # Besides the flag the number of ranks, the scale and its square, whose sums show whether a scale differs.
+        joined = torch.stack((flag != 0, torch.ones_like(flag), scale, scale * scale))
+        reduced_over(joined, torch.distributed.ReduceOp.SUM, groups, call, "a found_inf flag")
         captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
         reads = joined.is_cpu or (self.until_check == 0 and not captures)
         _, number, total, squares = joined.tolist() if reads else joined.unbind()
@@ -390,8 +384,6 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
         )
     check_format(state, "state_dict", _OF_SCALERS)
     numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}
-    if "format" in state:  # of ampctx, and nobody else's
-        check_known(state, "state_dict", _OF_SCALERS)
     factors = {name: check_factor(name, numbers[name]) for name in FACTORS}
     counts = {name: check_count(name, numbers[name], n) for name, n in (("growth_interval", 1), ("_growth_tracker", 0))}
     return {"scale": check_scale("scale", numbers["scale"]), **factors, **counts}

@@ -145,7 +145,7 @@ class StepOutcome:
             self.numbers["scale", i] = factor.value if isinstance(factor, PerDevice) else factor
         if grad_norm is not None:
             self.numbers["grad_norm", 0] = grad_norm
-        self._culprits = culprits
+        self._culprits: Culprits | Callable[[], Culprits] | None = culprits
 
     def _read(self, *kinds: str) -> dict[Number, float]:
         found: dict[Number, Any] = {key: value for key, value in self.numbers.items() if key[0] in kinds}
@@ -200,15 +200,24 @@ class StepOutcome:
 
     @property
     def culprits(self) -> Culprits:
-        """The parameters with non-finite gradients; () if the step ran, or if they are not known any more.
+        """The parameters with non-finite gradients; () if the step ran, or if they are not known, as ``culprits_known``
+        tells.
 
         If the host decides, they are known at the skip. If the device decides, the first read searches the gradients:
         read before ``zero_grad()`` and before the next block, or in an ``on_skip`` hook. Later they are unknown. With
         masters and an optimizer of ampctx, names and shapes stay known, counts do not. With masters and a fused
         optimizer of torch, only an ``on_skip`` hook knows.
         """
+        return self._known_culprits() or ()
+
+    @property
+    def culprits_known(self) -> bool:
+        """False where ``culprits`` are () after an overflow: read too late, or other ranks alone have some."""
+        return self._known_culprits() is not None
+
+    def _known_culprits(self) -> Culprits | None:
         if callable(self._culprits):
-            self._culprits = self._culprits() if self.skipped else ()
+            self._culprits = (self._culprits() or (None if self.overflowed else ())) if self.skipped else ()
         return self._culprits
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,7 +229,7 @@ class StepOutcome:
             return "StepOutcome(no step yet)"
         if self.stepped:
             return f"StepOutcome(stepped, scales={self.scales}, grad_norm={self.grad_norm})"
-        culprits = listed(self.culprits) or ("not known any more" if self.overflowed else "none")
+        culprits = listed(self.culprits) or ("none" if self.culprits_known else "not known any more")
         return (
             f"StepOutcome(skipped, reason={self.reason!r}, overflowed={self.overflowed}, scales={self.scales}, "
             f"culprits={culprits!r})"

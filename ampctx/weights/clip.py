@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._collectives import check_process_group, maximum_over_ranks
+from ampctx._collectives import check_process_group, maximum_over_ranks, reduced_over
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
@@ -29,7 +29,7 @@ from ampctx.kernels.sharding import (
     wrote,
 )
 from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
-from ampctx.weights import masters, waiting
+from ampctx.weights import frames, masters
 from ampctx.weights.pending import MasterParam, Pending, pending_in
 
 # The attribute of gradients with the norm that a clip has found.
@@ -125,9 +125,8 @@ def clip_grad_norm_(
     Like ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients, too (it coalesces them). The compiled ops compute
     the L2 norm in fp32, or fp64 for fp64 gradients, so that 16-bit gradients do not overflow. With an optimizer of
     ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
-    that the step multiplies them by. The norm of DTensors is that of the whole tensors, by one all_reduce, which takes
-    the overflow flag of their ``scale_loss`` block along; every rank of their mesh must call this, with or without
-    gradients.
+    that the step multiplies them by. The norm of DTensors is that of the whole tensors, by one all_reduce: every rank
+    of their mesh must call this, with or without gradients.
 
     Example::
 
@@ -151,10 +150,10 @@ def clip_grad_norm_(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, by name.
-        AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
-            master (after a ``scale_loss`` block at O2 or O5).
-        AmpRankError: another rank of the group or of a DTensor's mesh has ended, has left this call out, or has another
-            loss scale.
+        AmpError: inside a ``scale_loss`` block, or between delayed ones; a non-finite norm, with
+            ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32 master (after a block at O2
+            or O5).
+        AmpRankError: another rank of the group or of a DTensor's mesh has ended, or has left this call out.
     """
     found = _checked_parameters(parameters)
     are_sharded = any_sharded(found)
@@ -177,6 +176,9 @@ def _clip(
     process_group: Any,
 ) -> Tensor:
     in_graph = torch.compiler.is_compiling()
+    for of in () if in_graph else list(frames.ALIVE):
+        if of.frames:
+            of.refuse_to_clip(found)
     pending = pending_in(found) if order == 2.0 else []
     if not (pending or in_graph) and masters.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
@@ -342,8 +344,8 @@ def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: s
     wide = norm.to(torch.float64)
     if order == math.inf:
         return maximum_over_ranks(wide, groups, call, has).to(norm.dtype)
-    joined = waiting.summed((wide**order).reshape(1), groups, call, has)
-    return (joined[0] ** (1 / order)).to(norm.dtype)
+    joined = reduced_over(wide**order, torch.distributed.ReduceOp.SUM, groups, call, has)
+    return (joined ** (1 / order)).to(norm.dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

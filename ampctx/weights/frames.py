@@ -13,6 +13,7 @@ Call everything under no_grad. No host sync.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import is_distributed
+from ampctx._errors import AmpError
 from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
@@ -32,6 +34,8 @@ from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 
 Grads = dict[Tensor, Tensor]
+# Those of all optimizers under amp.
+ALIVE: weakref.WeakSet[Frames] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -68,6 +72,7 @@ class Frames:
 
     def __init__(self, masters: MasterParams) -> None:
         self._masters = masters
+        ALIVE.add(self)
         self.frames: list[Frame] = []
         self.checked: Pending | None = None
         self.incomplete = self.stepped = False
@@ -323,6 +328,18 @@ class Frames:
             scaled = list(alone.values())
             foreach.scale(scaled, scaled, found_inf, factor, last)
         return grads
+
+    def refuse_to_clip(self, params: list[Tensor]) -> None:
+        """Raises AmpError for parameters, or their masters, whose gradients are scaled: in a block, or in a window."""
+        masters, here = self._masters, set(map(id, params))
+        is_scaled = self.depth or masters.pairs or self.frames[0].inv_scale != 1.0
+        if is_scaled and not here.isdisjoint(map(id, (*masters.leaves, *masters.masters))):
+            where = "inside a scale_loss block" if self.depth else "between blocks with delay_unscale=True"
+            raise AmpError(
+                f"clip_grad_norm_ was called {where}. Gradients are still scaled there. Clip "
+                "amp.master_params(optimizer) after the block that unscales. "
+                "See docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
+            )
 
     # --- between blocks -----------------------------------------------------------------------------------------------
 

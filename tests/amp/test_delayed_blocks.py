@@ -4,25 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from faults import out_of_memory_at
-from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, probes, scale_of, snapshot
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check"])
-def test_a_delayed_overflow_is_not_lost(session, level, delay):
-    model, optimizer = probe(session, level)
-    before = snapshot(optimizer, model)
-    backward(session, model.loss(INF), optimizer, **{delay: True})
-    assert scale_of(session) == START
-    backward(session, model.loss(1.0), optimizer)
-    assert scale_of(session) == START / 2
-    optimizer.step()
-    assert_same(before, snapshot(optimizer, model))
-    backward(session, model.loss(INF), optimizer, **{delay: True})
-    optimizer.step()
-    assert_same(before, snapshot(optimizer, model))
-    assert session.skipped_steps(optimizer) == 2
+from kit import LEVELS, Probe, backward, grads, probe, probes
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -86,15 +68,3 @@ def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session,
     assert models[0].weight.eq(2.0 if raises else 1.875).all()
     assert models[1].weight.eq(1.875).all()
     assert models[1].norm.weight.eq(0.875 if loss_scale == 1.0 else 1.0).all()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_failure_while_a_step_unscales_a_delayed_block(session, level):
-    model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
-    with pytest.raises(torch.OutOfMemoryError), out_of_memory_at(1):
-        optimizer.step()
-    optimizer.zero_grad()
-    backward(session, model.loss(1.0), optimizer)
-    optimizer.step()
-    assert model.weight.eq(1.875).all()

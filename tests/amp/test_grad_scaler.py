@@ -12,7 +12,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ampctx import GradScaler
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpError, AmpValueError
+from ampctx.optimizers import FusedSGD
 
 NON_FINITE = [math.inf, -math.inf, math.nan]
 
@@ -77,6 +78,47 @@ def test_stages_go_from_ready_to_unscaled_to_stepped_and_back():
     assert states[id(optimizer)]["stage"] is OptState.STEPPED
     scaler.update()
     assert len(scaler._per_optimizer_states) == 0
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As frameworks wrap an optimizer, or several."""
+
+    def __init__(self, *inside):
+        self.inside, self.state = inside, {}
+        self.param_groups = [group for each in inside for group in each.param_groups]
+
+    def step(self):
+        for each in self.inside:
+            each.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_no_gradient_is_divided_twice(make):
+    """By way of a wrapper and of the optimizer in it, or of two optimizers with one parameter."""
+    p, q = parameter([8.0]), parameter([16.0])
+    scaler, first = ready(p, make=make)
+    other, again = make([q], lr=1.0), make([q, p], lr=1.0)
+    both = Wrapper(first, other)
+    for unscaled, stepped in ((both, [both]), (both, [first, other]), (first, [Wrapper(first), other])):
+        scaler.scale(torch.ones(()))
+        before = p.item(), q.item()
+        p.grad, q.grad = torch.tensor([8.0]), torch.tensor([16.0])
+        scaler.unscale_(unscaled)
+        calls = [(scaler.unscale_, first)] if unscaled is both else [(scaler.step, again), (scaler.step, both)]
+        for call, optimizer in [(scaler.unscale_, again), *calls]:
+            with pytest.raises(AmpError, match=r"of param_groups\[\d\]\['params'\]\[\d\] was unscaled through another"):
+                call(optimizer)
+        for each in stepped:
+            scaler.step(each)
+        with pytest.raises(AmpError, match="was unscaled through another"):
+            scaler.step(again)
+        scaler.update()
+        assert (p.item(), q.item()) == (before[0] - 1.0, before[1] - 2.0)
+    for one in (first, again):  # with a backward for each
+        p.grad, q.grad = torch.tensor([8.0]), None
+        scaler.scale(torch.ones(()))
+        scaler.step(one)
+    assert p.grad.item() == 1.0
 
 
 # --- scale ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from host_reads import HostReads
 from kit import LEVELS, assert_same, backward, batch, loss_of, mlp, probe, probes, start, train
 from torch import nn
+from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from ampctx import AmpSession, AmpWarning
 from ampctx.amp.hints import ENOUGH_STEPS, FIRST_STEPS
@@ -158,6 +159,38 @@ def test_hooks_are_right_where_the_scale_is_1(session, said, options):
     model, optimizer = start(session, "O4", "SGD-foreach", model, verbosity=1, **options)
     train(session, model, optimizer)
     assert said() == []
+
+
+# --- clipping by torch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["model", "masters"])
+@pytest.mark.parametrize("where", ["block", "delayed", "after"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_torchs_clipping_of_scaled_gradients_or_of_none_is_said_once(session, said, level, where, of):
+    before = clip_grad._clip_grads_with_norm_
+    model, optimizer = probe(session, level, verbosity=1)
+    has_masters, is_scaled = level in ("O2", "O5"), level in ("O1", "O2", "O5")
+
+    def clip():
+        clip_grad_norm_(model.parameters() if of == "model" else session.master_params(optimizer), 1.0)
+
+    for _ in range(FIRST_STEPS):
+        with session.scale_loss(model.loss(1.0), optimizer, delay_unscale=where == "delayed") as scaled:
+            scaled.backward()
+            if where == "block":
+                clip()
+        if where != "block":
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = said()
+    expected = {"block": "inside a scale_loss block", "delayed": "was called between", "after": "has no gradient"}[
+        where
+    ]
+    is_said = is_scaled if where != "after" else has_masters and of == "model"
+    assert [m.startswith("torch.nn.utils.clip_grad_norm_") and expected in m for m in found] == [True] * is_said
+    assert clip_grad._clip_grads_with_norm_ is before
 
 
 # --- a forgotten scale_loss, a forgotten loss_id ----------------------------------------------------------------------

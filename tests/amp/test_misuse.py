@@ -12,7 +12,7 @@ from host_reads import HostReads
 from kit import LEVELS, SAM, Probe, assert_same, backward, grads, loss_of, mlp, probe, probes, start
 from torch import nn
 
-from ampctx import AmpAttributeError, AmpError, AmpTypeError, optimizers
+from ampctx import AmpAttributeError, AmpError, AmpTypeError, clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
 
 SCALED = [("O0", 128.0), ("O1", "dynamic"), ("O4", 128.0)]
@@ -234,6 +234,34 @@ def test_blocks_over_several_optimizers_keep_no_gradient_alive_and_read_nothing(
     alive = [weakref.ref(p.grad) for p in models[1].parameters()]
     models[1].zero_grad()
     assert [reference() for reference in alive] == [None] * 3
+
+
+# --- clipping of scaled gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delays", [False, True], ids=["block", "delayed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_where_gradients_are_scaled_is_refused(session, level, delays):
+    """Between delayed blocks not at a scale of 1 without masters. Other parameters may be clipped anywhere."""
+    model, optimizer = probe(session, level)
+    other = torch.nn.Parameter(torch.ones(2))
+    with contextlib.ExitStack() as block:
+        block.enter_context(session.scale_loss(model.loss(4.0), optimizer, delay_unscale=delays)).backward()
+        if delays:
+            block.close()
+        for params in (model.parameters, lambda: session.master_params(optimizer)):
+            if delays and level not in ("O1", "O2", "O5"):
+                assert clip_grad_norm_(params(), 100.0) > 1.0
+                continue
+            before = [None if p.grad is None else p.grad.clone() for p in params()]
+            with pytest.raises(AmpError, match=f"was called {'between' if delays else 'inside a scale_loss block'}"):
+                clip_grad_norm_(params(), 1.0)
+            assert_same([p.grad for p in params()], before)
+        other.grad = torch.ones(2)
+        assert clip_grad_norm_([other], 1.0) > 1.0
+    backward(session, model.loss(4.0), optimizer)
+    assert clip_grad_norm_(session.master_params(optimizer), 1.0) > 1.0
+    optimizer.step()
 
 
 # --- a missing with, a pair taken for the model -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 from apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
+    FP16Model,
     LossScaler,
     convert_module,
     convert_network,
@@ -45,7 +46,7 @@ def pair_of_linears(dtype=torch.float16):
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 
-def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
+def test_network_to_half_and_fp16_model_take_fp32_input_and_keeps_affine_batch_norm():
     model = Model()
     network = network_to_half(model)
     assert isinstance(network[0], tofp16)
@@ -55,6 +56,9 @@ def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
     assert model.bn.weight.dtype == model.bn.running_mean.dtype == torch.float32
     assert model.conv.weight.dtype == model.plain_bn.running_mean.dtype == torch.float16
     assert network(torch.randn(2, 3, 5, 5))[0].dtype == torch.float16
+    other = FP16Model(Model())
+    assert other.network.bn.weight.dtype == torch.float32
+    assert other.network.conv.weight.dtype == other(torch.randn(2, 3, 5, 5))[0].dtype == torch.float16
 
 
 def test_bn_convert_float_casts_affine_batch_norms_at_any_depth():

@@ -484,6 +484,8 @@ def test_a_later_format_is_refused_by_its_number(name):
     state = optimizer.state_dict()
     assert "format" not in state  # those of torch and apex have none
     refused(optimizer, {**state, "format": 2, "shards": ()}, AmpValueError, r'"format"\] is 2\. .* know "shards"')
+    refused(optimizer, {**state, "format": 1, "shards": ()}, AmpKeyError, 'state_dict has "shards", which this version')
+    refused(optimizer, {**state, "version": 2}, AmpKeyError, 'state_dict has "version", which this version')
     make(name).load_state_dict({**state, "format": 1})
 
 

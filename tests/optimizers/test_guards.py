@@ -11,6 +11,8 @@ from kit import COPIES, assert_same, mlp, params_of, snapshot, through_a_file
 from optimizer_cases import MODES, STEPPED_BY, give, gradients, make, parameters
 from rank_processes import RANK, all_ranks, flat_mesh, on_ranks
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ampctx
@@ -188,14 +190,35 @@ def test_a_checkpoint_has_the_count(name):
     other.step()
     assert other.skipped_steps() == 3
     for wrong, error in (("2", AmpTypeError), (-1, AmpValueError)):
-        with pytest.raises(error, match=r'state_dict\["skipped_steps"\]'):
-            other.load_state_dict({**saved, "skipped_steps": wrong})
+        with pytest.raises(error, match=r'state_dict\["param_groups"\]\[0\]\["skipped_steps"\]'):
+            other.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "skipped_steps": wrong}]})
     assert other.skipped_steps() == 3
     without = STEPPED_BY[name](parameters())
     without.load_state_dict(saved)
-    assert "skipped_steps" not in without.state_dict()
+    assert not any("skipped_steps" in group for group in without.state_dict()["param_groups"])
     other.load_state_dict(without.state_dict())
     assert other.skipped_steps() == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("flat", [False, True])
+def test_checkpoints_of_torch_distributed_have_the_count(tmp_path, flat):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    runs = [(model := mlp(), FusedAdam(model.parameters(), skip_nonfinite=True)) for _ in range(2)]
+    for step in range(3):
+        give(params_of(runs[0][1]), spoilt(params_of(runs[0][1]), step, NAN if step else 1.0))
+        runs[0][1].step()
+    found = [dict(zip(("model", "optim"), get_state_dict(*run, options=options), strict=True)) for run in runs]
+    dcp.save(found[0], checkpoint_id=tmp_path)
+    dcp.load(found[1], checkpoint_id=tmp_path)
+    set_state_dict(*runs[1], model_state_dict=found[1]["model"], optim_state_dict=found[1]["optim"], options=options)
+    assert [optimizer.skipped_steps() for _, optimizer in runs] == [2, 2]
+    session = AmpSession()
+    session.initialize(mlp(), [], verbosity=0, enabled=False)
+    named = session.get_state_dict(*runs[0])
+    optimizer = FusedAdam(runs[1][0].parameters(), skip_nonfinite=True)
+    session.set_state_dict(runs[1][0], optimizer, named)
+    assert optimizer.skipped_steps() == 2
 
 
 def test_inside_of_larc():

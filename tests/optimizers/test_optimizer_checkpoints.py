@@ -241,7 +241,9 @@ def test_hooks_see_whole_checkpoints_and_fp32_state():
     resumed.load_state_dict(optimizer.state_dict())
     assert seen == [len(params_of(optimizer)), {torch.float32}]
     assert resumed.param_groups[0]["lr"] == 0.25
-    assert resumed.state_dict()["by"] == "hook"
+    resumed.register_state_dict_pre_hook(lambda opt: opt.state.update(note=1))
+    assert (resumed.state_dict()["by"], resumed.state_dict()["state"]["note"]) == ("hook", 1)
+    BY_NAME["adam"](like(optimizer)).load_state_dict(resumed.state_dict())
 
 
 @pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)], ids=str)

@@ -292,10 +292,30 @@ def test_a_later_format_and_an_unknown_entry_of_amp_are_refused_by_their_names()
     facts.update(format=2, shards=())
     with pytest.raises(AmpValueError, match=r'\["0\.weight"\]\[0\]\["format"\] is 2\. .* does not know "shards"'):
         run.set(state)
-    state = run.get()
-    state["amp"]["shadow"] = 1
-    with pytest.raises(AmpKeyError, match=r'state_dict\["amp"\] has "shadow", which this version of ampctx does not'):
-        run.set(state)
+    before = run.get()
+    for place, name, value, error, message in (
+        (
+            ("amp",),
+            "shadow",
+            1,
+            AmpKeyError,
+            r'state_dict\["amp"\] has "shadow", which this version of ampctx does not',
+        ),
+        ((), "shadow", {}, AmpKeyError, 'state_dict has "shadow"'),
+        (("amp", "loss_scaler0"), "warmup", 3, AmpKeyError, 'has "warmup"'),
+        (("amp",), "ampctx", "99.0", AmpValueError, r'\["ampctx"\] is .99.0., and this is ampctx'),
+        (("optimizers", "0.weight", 0), "shards", (), AmpKeyError, r'\["0.weight"\]\[0\] has "shards"'),
+        (("optimizers", "0.weight", 0, "layout"), "0.bias", "9bit", AmpValueError, r"\[\"0.bias\"\] is '9bit'"),
+        (("optimizers", "0.weight", 0, "groups", 0), "write_back", "9bit", AmpTypeError, "write_back is an argument"),
+    ):
+        state = inside = copy.deepcopy(before)
+        for key in place:
+            inside = inside[key]
+        inside[name] = value
+        for other_level in (False, True):
+            with pytest.raises(error, match=message):
+                run.set(state, allow_level_change=other_level)
+        assert_same(run.get(), before)
 
 
 def test_a_disabled_run():

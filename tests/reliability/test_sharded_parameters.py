@@ -2,9 +2,7 @@
 alone."""
 
 import copy
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -50,9 +48,8 @@ MOVED = [True, True, False, True, True]
 SCALES = [START, START, START / 2, START / 2, START / 2]
 # Of weights, and relative of norms. In 16 bits batches of another size are rounded otherwise.
 EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
-# The bytes of a norm, or of a flag with the scale; and of both.
+# The bytes of a norm, and of a flag with the scale.
 NORM, FLAG = 8, 32
-BOTH = NORM + FLAG
 DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
 KINDS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -517,23 +514,20 @@ def collectives(model, clips=True, api="O0") -> list[list[int]]:
 
 
 @on_ranks(2)
-def test_a_block_and_clipping_are_one_collective():
-    """Without clipping the step makes it."""
-    assert collectives(fully_sharded(), api="O1") == [[], [BOTH], []]
-    assert collectives(tensor_parallel()) == [[], [BOTH], []]
-    assert collectives(fully_sharded(), clips=False) == [[], [], [FLAG]]
+def test_a_block_and_clipping_are_a_collective_each():
+    assert collectives(fully_sharded(), api="O1") == [[FLAG], [NORM], []]
+    assert collectives(tensor_parallel()) == [[FLAG], [NORM], []]
+    assert collectives(fully_sharded(), clips=False) == [[FLAG], [], []]
 
 
 @on_ranks(2)
-def test_a_flag_waits_for_the_next_block_or_for_a_state():
-    """Ranks agree on the overflow of a first block at the next one, or when the state with masters is asked for."""
+def test_ranks_agree_at_the_end_of_the_block():
+    """The scale, a state and a scale that is loaded then need no other call."""
     model = fully_sharded()
     loop = Loop(model, "FusedAdam", "O0")
-    scale = loop.session.loss_scales[0]
-    for step, expected in ((OVERFLOW_AT, START), (0, START / 2)):
-        assert scale.value() == START
+    for step, expected in ((OVERFLOW_AT, START / 2), (0, START / 2)):
         loop.backward(loop.loss(step))
-        assert scale.value() == expected
+        assert loop.session.loss_scale() == expected
     loop.step()  # the inf of the first block is in the sum, or there is none left: skipped all the same
     loop.optimizer.zero_grad()
     loop.backward(loop.loss(OVERFLOW_AT))
@@ -541,55 +535,27 @@ def test_a_flag_waits_for_the_next_block_or_for_a_state():
     state = loop.session.state_dict(masters=True)
     assert named["loss_scaler0"]["loss_scale"] == state["loss_scaler0"]["loss_scale"] == START / 4
     assert state["optimizers"][0]["overflows"] == {0: True}
-    with counted_all_reduce() as later:
-        loop.step()
-    assert loop.moved == [False, False]
-    assert later == [NORM]  # of clipping
-    loop.end()
-
-
-@on_ranks(2)
-def test_a_flag_left_behind_moves_no_scale_and_stops_no_rank():
-    """A scale that is loaded while a flag waits. Then an optimizer that one rank has collected, and no other."""
-    model = fully_sharded()
-    loop = Loop(model, "FusedAdam", "O0")
-    loop.backward(loop.loss(OVERFLOW_AT))
-    loop.optimizer.zero_grad()
     loop.session.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}})
-    loop.backward(loop.loss(0))
     loop.step()
-    # The flag of before the load skips its step, and counts no more.
-    assert loop.session.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 8}
-    loop.optimizer.zero_grad()
-    loop.backward(loop.loss(0))
-    kept, dropped = loop.optimizer if RANK == 0 else None, weakref.ref(loop.optimizer)
-    loop.optimizer = KINDS["FusedAdam"](model.parameters())
-    gc.collect()
-    assert (dropped() is None) == (RANK == 1)
-    loop.session.initialize(model, loop.optimizer, opt_level="O0", verbosity=0, loss_scale="dynamic")
-    loop.backward(loop.loss(1))
-    loop.step()
-    assert loop.moved == [False, True]
-    loop.backward(loop.loss(1))
-    del kept
+    assert loop.moved == [False, False]
+    assert loop.session.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 7}
     loop.end()
 
 
 @on_ranks(2)
-def test_clipping_finds_a_scale_that_differs():
-    """Rank 1 alone has loaded another scale: clipping raises on every rank, and changes nothing."""
+def test_a_block_finds_a_scale_that_differs():
+    """Rank 1 alone has loaded another scale: the end of the block raises on every rank, and no step follows."""
     model = fully_sharded()
     loop = Loop(model, "FusedAdam", "O0").run(last=1)
     if RANK == 1:
         loop.session.load_state_dict({"loss_scaler0": {"loss_scale": 1000.5, "unskipped": 1}})
     loop.optimizer.zero_grad()
-    loop.backward(loop.loss(1))
-    before = [p.grad.to_local().clone() for p in model.parameters()]
     with pytest.raises(AmpRankError) as caught:
-        loop.step()
-    assert str(caught.value).startswith("clip_grad_norm_: loss scales differ between ranks.")
+        loop.backward(loop.loss(1))
+    assert str(caught.value).startswith("the end of an amp.scale_loss block: loss scales differ between ranks.")
     assert f"rank {RANK} of a group of 2 ranks [0, 1], and has {[START, 1000.5][RANK]}." in str(caught.value)
-    assert all(map(torch.equal, before, (p.grad.to_local() for p in model.parameters())))
+    with pytest.raises(AmpError, match="gradients are incomplete"):
+        loop.optimizer.step()
     loop.end()
 
 
@@ -627,9 +593,9 @@ def meshes_of_two_dimensions(calls):
     def over_tensor_parallelism():
         return fully_sharded(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
 
-    assert collectives(over_tensor_parallelism()) == [[], [BOTH] * calls, []]
-    assert collectives(fully_sharded(model=mlp(8), mesh=mesh)) == [[], [BOTH] * calls, []]
-    assert collectives(fully_sharded(model=mlp(8), mesh=mesh["dp"])) == [[], [BOTH], []]
+    assert collectives(over_tensor_parallelism()) == [[FLAG] * calls, [NORM] * calls, []]
+    assert collectives(fully_sharded(model=mlp(8), mesh=mesh)) == [[FLAG] * calls, [NORM] * calls, []]
+    assert collectives(fully_sharded(model=mlp(8), mesh=mesh["dp"])) == [[FLAG], [NORM], []]
     for kind in ("SGD", "FusedAdam"):
         loop = Loop(over_tensor_parallelism(), kind, "O0", shares=False, overflow_on="all").run().end()
         assert_trained(loop, alone(kind, "O0", mlp(8)), EXACT)

@@ -3,6 +3,7 @@
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (
     BN_convert_float,
+    FP16Model,
     convert_module,
     convert_network,
     master_params_to_model_params,

@@ -51,8 +51,15 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().float().reshape(-1) for t in tensors])
+class FP16Model(nn.Module):
+    """``network`` in fp16, in place, as ``convert_network`` casts it, with positional inputs cast to fp16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.network(*(t.half() for t in inputs))
 
 
 def _check(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool) -> None:
@@ -72,7 +79,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     if flat_master:
         if not model_params:
             raise AmpValueError("flat_master=True: the model has no parameter with requires_grad")
-        master = nn.Parameter(_flat(model_params))
+        master = nn.Parameter(torch.cat([p.detach().float().reshape(-1) for p in model_params]))
         master.grad = torch.zeros_like(master)
         return model_params, [master]
     return model_params, [p.detach().to(torch.float32, copy=True).requires_grad_() for p in model_params]

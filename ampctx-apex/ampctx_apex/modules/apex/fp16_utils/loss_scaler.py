@@ -60,19 +60,6 @@ class DynamicLossScaler(LossScaler):
         self.scale_factor = scale_factor
         self.scale_window = scale_window
 
-    def _rule(self) -> LossScale:
-        """The scale as it stands."""
-        rule = LossScale(
-            self.cur_scale,
-            dynamic=True,
-            growth_factor=self.scale_factor,
-            backoff_factor=1.0 / self.scale_factor,
-            growth_interval=self.scale_window,
-            min_scale=min(1.0, self.cur_scale),
-        )
-        rule.set_unskipped((self.cur_iter - self.last_overflow_iter - 1) % self.scale_window)
-        return rule
-
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` holds inf or nan. One host sync for all of them."""
         return _any_non_finite([g for p in params if (g := strided_grad(p)) is not None])
@@ -82,7 +69,15 @@ class DynamicLossScaler(LossScaler):
         return _any_non_finite([x])
 
     def update_scale(self, overflow: bool) -> None:
-        rule = self._rule()
+        rule = LossScale(
+            self.cur_scale,
+            dynamic=True,
+            growth_factor=self.scale_factor,
+            backoff_factor=1.0 / self.scale_factor,
+            growth_interval=self.scale_window,
+            min_scale=min(1.0, self.cur_scale),
+        )
+        rule.set_unskipped((self.cur_iter - self.last_overflow_iter - 1) % self.scale_window)
         rule.update(torch.tensor(float(bool(overflow)), dtype=torch.float32, device="cpu"))
         self.cur_scale = rule.value()
         if overflow:
