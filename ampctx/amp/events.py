@@ -62,13 +62,15 @@ class Events:
     entered, left: a block whose scale is not 1 begins, and ends before its gradients are unscaled. stepping: a step, or
     each evaluation of its closure, is about to use its gradients. skipped: the host learns that a loss with a moving
     scale overflowed: (scale, min_scale, skipped steps of the optimizer, all its steps). dropped: (optimizer, names of
-    parameters that joined it with a gradient of unknown scale, which is gone)."""
+    parameters that joined it with a gradient of unknown scale, which is gone). written: (optimizer, names of weights
+    that were written through ``.data``)."""
 
     entered: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     left: list[Callable[[BlockFacts], None]] = field(default_factory=list)
     stepping: list[Callable[[StepFacts], None]] = field(default_factory=list)
     skipped: list[Callable[[float, float, int, int], None]] = field(default_factory=list)
     dropped: list[Callable[[Any, list[str]], None]] = field(default_factory=list)
+    written: list[Callable[[Any, list[str]], None]] = field(default_factory=list)
 
 
 @outside_of_graphs

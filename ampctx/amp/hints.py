@@ -13,10 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts, logger
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.kernels.ops import is_watched
+from ampctx.kernels.ops import host_may_read, is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
-from ampctx.scaling.step_record import host_may_read
 from ampctx.weights.state_dicts import COPIES
 
 FIRST_STEPS = 2
@@ -212,6 +211,16 @@ class Hints:
                 "small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches with "
                 "amp.outcome(optimizer).culprits. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
                 logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
+            )
+
+    def written(self, optimizer: Any, names: list[str]) -> None:
+        if optimizer in self.steps:
+            self.leave("written")
+            self.say(
+                "data",
+                f"amp: {listed(names)} was written through .data, of which no version tells. Its fp32 master weight "
+                "overwrites it at the next step. Write the parameter itself under torch.no_grad(), or "
+                "amp.master_params(optimizer). See docs/errors.md#was-written-through-data.",
             )
 
     def dropped(self, optimizer: Any, names: list[str]) -> None:

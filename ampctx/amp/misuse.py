@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
+from ampctx.kernels.ops import host_may_read
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
-from ampctx.scaling.step_record import host_may_read
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 

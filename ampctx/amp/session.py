@@ -634,7 +634,14 @@ class AmpSession:
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
             binding.refresh()
-        return iter([p for group in optimizer.param_groups for p in group["params"]])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def each() -> Iterator[Tensor]:
+            yield from params
+            if binding is not None and binding.gradients.is_idle:
+                binding.masters.round_again()  # a loop may have written them
+
+        return each()
 
     def skipped_steps(self, optimizer: Any) -> int:
         """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on

@@ -90,8 +90,8 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     optimizers, are_lost = [], False
     for binding in bindings:
         binding.follow_groups()
-        (masters := binding.masters).resync()
-        params = binding.params()
+        masters, params, of = binding.masters, binding.params(), binding.masters.model_of
+        values = masters.values()
         # Gradients that the next step uses, as it seems.
         are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
         are_lost |= any(stored_grad(m) is not None for m in masters.masters)
@@ -101,7 +101,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
             {
                 "params": len(params),
                 "names": binding.names(),
-                "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
+                "masters": {i: values[of[p]] for i, p in enumerate(params) if p in of},
                 "overflows": {i: flag.item() != 0 for i, (_, flag) in binding.flags.by_loss.items()},
                 "scales": {i: f.value.item() if isinstance(f, PerDevice) else f for i, f in used},
             }

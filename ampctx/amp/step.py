@@ -1,8 +1,8 @@
 """One optimizer under amp: its replaced methods, and its step, told from top to bottom in ``OptimizerBinding._step``.
 
-``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict`` and
-``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same. Closures, and
-the two steps of SAM, are in ``closures``.
+``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict``, ``eval``,
+``train`` and ``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same.
+Closures, and the two steps of SAM, are in ``closures``.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class OptimizerBinding:
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         own = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
-        methods |= {name: method for name, method in own.items() if hasattr(optimizer, name)}
+        own |= dict.fromkeys(("eval", "train"), self._swap_weights)  # of optimizers that average
+        methods |= {name: method for name, method in own.items() if callable(getattr(optimizer, name, None))}
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
@@ -325,6 +326,8 @@ class OptimizerBinding:
             else:
                 self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True, before_step=True)
+        if self.events.written and (names := self.masters.written_through_data()):
+            tell(self.events.written, self.optimizer, names)
         if len(LOADED):
             LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
@@ -605,6 +608,14 @@ class OptimizerBinding:
         if not self.released:
             self.follow_groups()  # torch casts state to the type of the parameter: that of its master
         return original(*args, **kwargs)
+
+    def _swap_weights(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lets the model have the weights that ``eval`` or ``train`` writes, also where no forward of it comes next."""
+        if self.inside or self.released or not self.masters.pairs:
+            return original(*args, **kwargs)
+        self.follow_groups()
+        self.masters.resync()
+        return self.run(original, *args, **kwargs)
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
         return as_copied(original(protocol), self._formers, self.optimizer if self.masters.pairs else None)

@@ -29,7 +29,7 @@ from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
-from ampctx.weights.store import resynced
+from ampctx.weights.store import DataWrites, resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
@@ -109,6 +109,7 @@ class MasterParams:
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
         self._members: list[list[Tensor]] = []
+        self.data_writes = DataWrites()
         self.follow(originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -333,43 +334,65 @@ class MasterParams:
 
     @without_grad
     def resync(self, before_step: bool = False) -> None:
-        """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
-        master, the master takes its value; where only the master was written, the weight is rounded again.
-        ``before_step``: that may wait, as the step or the next forward rounds.
+        """Lets masters and weights agree again, at a block, a step or a read of masters. Of what was written since they
+        did: where a weight is not the rounded master, the master takes its value; where only the master was written,
+        the weight is rounded again. ``before_step``: that may wait, as the step or the next forward rounds.
 
         Versions tell what was written. While ``unsure``, every weight counts as written.
         """
-        if self.ahead:
-            self.copy_to_model()
-        if not self.pairs:
+        is_idle = before_step and not (self.ahead or self.unsure)
+        if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
             return
-        of_weights = marks(self.params_with_master)
-        if before_step and of_weights == self._agreed[0] and not self.unsure:
-            return
-        if (now := (of_weights, marks(self.masters))) == self._agreed and not self.unsure:
-            return
-        written = changed(self.params_with_master, self._agreed[0], now[0])
-        written |= changed(self.masters, self._agreed[1], now[1])
-        rounded = []
-        for p, master in self.pairs:
-            if id(master) in written and id(p) not in written:
-                rounded.append((p, master))
-            elif self.unsure or id(p) in written:
-                if p.numel() and not p.untyped_storage().nbytes():
-                    raise AmpError(
-                        f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see "
-                        "whether its fp32 master has to follow. Restore the storage and its values before that."
-                    )
-                master.copy_(resynced(p, master))
-        if rounded:
-            params, masters = map(list, zip(*rounded, strict=True))
-            foreach.scale(masters, params, Unread(), 1.0)
-        self.agree()
+        self.round_again()
+        for p in (written := self.written()):
+            self._master_of[id(p)].copy_(self.exact(p))
+        if written:
+            self.agree()
 
     def round_again(self) -> None:
-        """``resync`` before a forward, which may be one of an evaluation. No host sync."""
-        if self.pairs and (self.ahead or (marks(self.params_with_master), marks(self.masters)) != self._agreed):
-            self.resync()
+        """Lets weights follow masters that the program has written. Weights that it has written stay, and so do their
+        masters: an average that is swapped in for a validation goes out again. No host sync."""
+        if self.ahead:
+            self.copy_to_model()
+        elif self.pairs and (now := marks(self.masters)) != self._agreed[1]:
+            self._round(changed(self.masters, self._agreed[1], now), now)
+
+    @torch.no_grad()
+    def _round(self, moved: set[int], now: bytes) -> None:
+        params, before = self.params_with_master, self._agreed[0]
+        written = changed(params, before, marks(params))
+        pairs = [(p, master) for p, master in self.pairs if id(master) in moved and id(p) not in written]
+        if pairs:
+            foreach.scale([master for _, master in pairs], [p for p, _ in pairs], Unread(), 1.0)
+        after = marks(params)
+        each = ((before if id(p) in written else after, 16 * i) for i, p in enumerate(params))
+        self._agreed = b"".join(of[at : at + 16] for of, at in each), now
+
+    def written(self) -> list[Tensor]:
+        """The weights that the program may have written since they were the rounded masters."""
+        ids = changed(self.params_with_master, self._agreed[0], marks(self.params_with_master))
+        return [p for p in self.params_with_master if self.unsure or id(p) in ids] if ids or self.unsure else []
+
+    def exact(self, p: Tensor) -> Tensor:
+        """The fp32 value of a model parameter: its master, and what the program has written in place of that."""
+        if p.numel() and not p.untyped_storage().nbytes():
+            raise AmpError(
+                f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see whether "
+                "its fp32 master has to follow. Restore the storage and its values before that."
+            )
+        return resynced(p, self._master_of[id(p)])
+
+    def written_through_data(self) -> list[str]:
+        """The names of weights that were written in a way that no version tells. After ``resync``. No host sync."""
+        if not self.pairs or not self.data_writes.is_due() or self.unsure or marks(self.masters) != self._agreed[1]:
+            return []
+        return list(map(self._name_of, self.data_writes.found(self.pairs)))
+
+    def values(self) -> dict[Tensor, Tensor]:
+        """The fp32 value of each model parameter with a master. The master itself, where the program has not written
+        the parameter."""
+        self.round_again()
+        return {p: master.detach() for p, master in self.pairs} | {p: self.exact(p) for p in self.written()}
 
     @torch.no_grad()
     def take_broadcast(self, weights_final: bool) -> None:

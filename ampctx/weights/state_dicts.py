@@ -17,7 +17,6 @@ from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.weights.masters import ALIVE, LOADED, MasterParams
-from ampctx.weights.store import resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
@@ -32,9 +31,8 @@ class ShowMasters(UpcastEntries):
         # Values that the user's code has made from the parameter are shown themselves.
         if masters is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
-        masters.resync()
-        # Resynced, so that weights swapped in (of an average, say) count as well.
-        exact = resynced(*masters.pairs_of([t])[0])
+        masters.round_again()
+        exact = masters.exact(t)
         if not value.requires_grad:
             return exact
         # keep_vars: the entry must stay connected to the parameter, so set its values without autograd.

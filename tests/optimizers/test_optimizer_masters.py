@@ -9,6 +9,7 @@ from optimizer_cases import BY_NAME, LOW, OWN_MASTERS, STATE, give, gradients, m
 from torch import nn
 
 from ampctx._errors import AmpValueError
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import join
 from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _base
 from ampctx.weights.store import follow
@@ -99,18 +100,39 @@ def test_masters_follow_a_changed_model_element_by_element(change):
     assert torch.equal(p, expected.to(BF16))
 
 
-def test_a_change_through_data_needs_the_method():
-    (p,) = parameters(BF16, shapes=[(6,)])
-    optimizer = FusedSGD([p], lr=1e-4, master_weights=True)
-    run(optimizer, 3)
+@pytest.mark.parametrize("steps", [1, 3, 99])
+def test_a_change_through_data_needs_the_method_and_is_told_by_name(steps, caplog):
+    other, p = parameters(BF16, shapes=[(3,), (6,)])
+    optimizer = FusedSGD([other, p], lr=1e-4, master_weights=True)
+    run(optimizer, steps)
     p.data[0] = 7.0
     optimizer.masters_follow_model()
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert p[0] == 7.0
-    p.data[0] = 3.0
-    optimizer.step()
-    assert p[0] == 7.0, "the docs say that this is not seen: correct them"
+    give([other, p], [None, torch.zeros_like(p)])
+    assert not caplog.messages
+    p.data[1] = 3.0
+    run(optimizer, 101 - steps)
+    assert p[1] != 3.0, "the docs say that this is not seen: correct them"
+    (told,) = caplog.messages
+    assert "param_groups[0]['params'][1] was written through .data" in told
+
+
+@pytest.mark.parametrize("mode", [{"master_weights": True}, {"master_weights": "split"}], ids=["fp32", "split"])
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_weights_that_replace_those_of_a_parameter_are_stepped(name, mode):
+    """As ``p.data = new`` does: the version stays, the memory is another."""
+    ours, fresh = parameters(BF16), parameters(BF16)
+    optimizer, expected = BY_NAME[name](ours, **mode), BY_NAME[name](fresh, **mode)
+    for each in (optimizer, expected):
+        run(each, 3)
+    new = [torch.full_like(p, 5.0) for p in ours]
+    for p, q, value in zip(ours, fresh, new, strict=True):
+        p.data = value.clone()
+        with torch.no_grad():
+            q.copy_(value)
+    for each in (optimizer, expected):
+        run(each, 2, first=3)
+    assert_same([p.detach() for p in ours], [p.detach() for p in fresh])
+    assert_same(masters_of(optimizer), masters_of(expected))
 
 
 def test_a_change_is_seen_although_the_next_step_leaves_the_parameter_out():
@@ -175,10 +197,9 @@ def test_unchanged_weights_cost_no_pass(mode, monkeypatch):
     optimizer = FusedAdam(ours, **mode)
     run(optimizer, 2)
     followed = []
-    assert optimizer._seen == {p: p._version for p in ours}
 
     def noted(p, state, seen):
-        followed.append(p._version != seen.get(p))
+        followed.append(marks([p]) != seen.get(p))
         follow(p, state, seen)
 
     monkeypatch.setattr(_base, "follow", noted)
