@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
+from ampctx._decorators import host_may_read
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts, logger
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.kernels.ops import host_may_read, is_watched
+from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
 from ampctx.weights.state_dicts import COPIES
@@ -215,7 +216,6 @@ class Hints:
 
     def written(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:
-            self.leave("written")
             self.say(
                 "data",
                 f"amp: {listed(names)} was written through .data, of which no version tells. Its fp32 master weight "

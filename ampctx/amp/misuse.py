@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ampctx._decorators import host_may_read
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.kernels.ops import host_may_read
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
 

@@ -21,17 +21,6 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def arriving(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of ``t`` on its way to the host, and the event of its arrival. None: it is there."""
-    if not t.is_cuda:
-        return t.cpu(), None
-    here = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
-    here.copy_(t, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(t.device))
-    return here, event
-
-
 class PerDevice:
     """A one-element tensor that is copied to each other device at its first use there. No host sync."""
 

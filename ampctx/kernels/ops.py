@@ -37,11 +37,6 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def host_may_read() -> bool:
-    """Whether the host may read the device. Not while a CUDA graph is captured."""
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
 def factor(value: float | Tensor) -> Tensor:
     """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU. Do not write to the result."""
     if isinstance(value, Tensor):

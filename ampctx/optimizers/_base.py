@@ -23,16 +23,17 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
+from ampctx._data_writes import DataWrites
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
-from ampctx.kernels.ops import noted
+from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.kernels.sharding import place_grads, wrote
+from ampctx.kernels.sharding import is_sharded, place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
@@ -45,7 +46,7 @@ from ampctx.optimizers._step_plan import StepPlan, step_plan
 from ampctx.optimizers._work import Kind, Members, Scaling, Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given
-from ampctx.weights.store import EXTRAS, STORES, DataWrites, follow, joined
+from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
 logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
@@ -190,7 +191,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The marks of each weight when it agreed with its entry of EXTRAS. While there is a plan, it has them.
         self._seen: dict[Tensor, bytes] = {}
-        self._data_writes: DataWrites | None = DataWrites()
+        self._data_writes = DataWrites()
         self._plan: StepPlan | None = None
         self._guard = guard_of(type(self).__name__, *(options[name] for name in _guard.OPTIONS))
         # Of op calls, on the devices.
@@ -387,8 +388,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
-        if self._data_writes is not None and self.master_weights is True and self._data_writes.is_due():
-            self._look_for_data_writes(self._data_writes)
+        if self.master_weights is True and self._data_writes.is_due() and not is_watched():
+            self._tell_of_data_writes()
         if self._plan is not None:
             if after is None and self._plan.run(self, scaling):
                 return
@@ -416,19 +417,16 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if scaling.wrote is not None and _work.writes_all(works, scaling):
             scaling.wrote()
 
-    def _look_for_data_writes(self, writes: DataWrites) -> None:
-        """Warns once. No host sync."""
+    def _tell_of_data_writes(self) -> None:
         seen, key = self._seen if self._plan is None else self._plan.seen(), EXTRAS["copy"]
-        names = {p: (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
-        pairs = [(p, self.state[p][key]) for p, mark in seen.items() if p in names and key in self.state.get(p, ())]
-        if found := writes.found([pair for pair in pairs if seen[pair[0]] == marks([pair[0]])]):
-            self._data_writes = None
-            listing = listed(param_name(self.param_groups, *names[p]) for p in found if p in names)
+        places = {p: (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
+        same = [p for p, mark in seen.items() if p in places and key in self.state.get(p, ()) and mark == marks([p])]
+        if found := self._data_writes.found([(p, self.state[p][key]) for p in same if not is_sharded(p)]):
             logger.warning(
                 "%s.step(): %s was written through .data, of which no version tells. Its fp32 master weight overwrites "
                 "it. Write the parameter itself under torch.no_grad(), or call optimizer.masters_follow_model() after "
                 "the write. See docs/errors.md#was-written-through-data.",
-                *(type(self).__name__, listing),
+                *(type(self).__name__, listed(param_name(self.param_groups, *places[p]) for p in found)),
             )
 
     def _new_works(self, scaling: Scaling) -> list[Work]:

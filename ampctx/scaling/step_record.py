@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._decorators import arriving, host_may_read
 from ampctx._errors import AmpStallError, listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach, ops
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, arriving, move
-from ampctx.kernels.ops import host_may_read
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.reference import skip_counts
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import device_of, is_fake

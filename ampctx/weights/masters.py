@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
+from ampctx._data_writes import DataWrites
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError
 from ampctx._plan import PLANS
@@ -24,12 +25,13 @@ from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
+from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import advanced, changed, have_members, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
-from ampctx.weights.store import DataWrites, resynced
+from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
@@ -109,7 +111,7 @@ class MasterParams:
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
         self._members: list[list[Tensor]] = []
-        self.data_writes = DataWrites()
+        self._data_writes = DataWrites()
         self.follow(originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -384,9 +386,10 @@ class MasterParams:
 
     def written_through_data(self) -> list[str]:
         """The names of weights that were written in a way that no version tells. After ``resync``. No host sync."""
-        if not self.pairs or not self.data_writes.is_due() or self.unsure or marks(self.masters) != self._agreed[1]:
+        if not self.pairs or not self._data_writes.is_due() or self.unsure or is_watched():
             return []
-        return list(map(self._name_of, self.data_writes.found(self.pairs)))
+        is_rounded = marks(self.masters) == self._agreed[1]
+        return list(map(self._name_of, self._data_writes.found(self.pairs))) if is_rounded else []
 
     def values(self) -> dict[Tensor, Tensor]:
         """The fp32 value of each model parameter with a master. The master itself, where the program has not written

@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels.foreach import arriving
-from ampctx.kernels.ops import host_may_read, is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import join, spacing, split
-from ampctx.kernels.sharding import local
 
 
 class Store(NamedTuple):
@@ -91,46 +88,3 @@ def follow(p: Tensor, state: Mapping[str, Any], seen: MutableMapping[Tensor, byt
         for store in STORES.values():
             if store.key in state:
                 store.resync(p, state[store.key])
-
-
-class DataWrites:
-    """Finds writes through ``.data``, which change no version: weights that are not their rounded masters.
-
-    It compares a sample at the second to the fourth step, then at every 100th. No host sync: an answer on its way from
-    a device waits for a later look.
-    """
-
-    TENSORS, ELEMENTS = 8, 2**14  # of a sample, and of each of its tensors
-
-    def __init__(self) -> None:
-        self._steps, self._looks = 0, 0
-        self._answer: tuple[list[Tensor], Tensor, Any] | None = None
-
-    def is_due(self) -> bool:
-        """Counts a step. Whether it looks."""
-        self._steps += 1
-        return (self._steps in (2, 3, 4) or self._steps % 100 == 0) and host_may_read() and not is_watched()
-
-    def found(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Looks at (weight, master) of which no version tells of a write. Returns the weights that were written."""
-        if self._answer is None:
-            step = max(1, len(pairs) // self.TENSORS)
-            sample = [pair for pair in pairs[self._looks % step :: step] if pair[0].device == pair[1].device]
-            sample = [pair for pair in sample if pair[0].device == sample[0][0].device]
-            self._looks += 1
-            if not sample:
-                return []
-            differ = torch.stack([self._differ(*local(pair)) for pair in sample])
-            self._answer = [p for p, _ in sample], *arriving(differ)
-        params, differ, event = self._answer
-        if event is not None and not event.query():
-            return []
-        self._answer = None
-        return [p for p, differs in zip(params, differ.tolist(), strict=True) if differs]
-
-    def _differ(self, p: Tensor, master: Tensor) -> Tensor:
-        p, master = p.detach(), master.detach()
-        if p.dim():
-            rows = max(1, self.ELEMENTS * p.shape[0] // max(1, p.numel()))
-            p, master = p[:rows], master[:rows]
-        return ((master.to(p.dtype) != p) & (p == p)).any()  # nan equals nothing
