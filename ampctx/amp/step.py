@@ -622,13 +622,13 @@ class OptimizerBinding:
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
-    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
-        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
+    def restore(self) -> None:
+        """Drops gradients and their flags: a checkpoint was loaded. Between blocks."""
         self.steps.epoch += 1
         self.gradients.drop_all()
         self.flags.clear()
         self.flags.drop_undecided()
-        self.flags.by_loss, self.flags.scales_used = flags, scales_used
+        self.flags.scales_used = {}
         self.restore_unperturbed, self.first_step_skipped = None, False
 
     def release(self) -> None:
