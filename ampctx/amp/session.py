@@ -194,7 +194,7 @@ class AmpSession:
 
         Args:
             models: a module or a list of modules, fp32, on any device. Frozen parameters may have the level's 16-bit
-                type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
+                type, or be bf16. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
                 tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
                 without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.

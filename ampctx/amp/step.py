@@ -640,5 +640,6 @@ class OptimizerBinding:
             self.undo_first_step()
             if self.gradients.incomplete:
                 self.gradients.drop_all()  # no check would refuse these sums any more
-            self.gradients.collect()
+            if self.gradients.may_have_outside_grads():
+                self.gradients.collect()
             self.masters.release()
