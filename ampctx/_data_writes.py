@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx._decorators import arriving, host_may_read
+from ampctx._errors import listed
 
 _TENSORS, _ELEMENTS = 8, 2**14
 
@@ -40,6 +42,13 @@ class DataWrites:
         found = [p for p, differs in zip(params, differ.tolist(), strict=True) if differs]
         self._is_over = bool(found)
         return found
+
+
+def message(names: Iterable[str]) -> str:
+    return (
+        f"{listed(names)} was written through .data, of which no version tells. Its fp32 master overwrites it at the "
+        "next step. Write the parameter itself under torch.no_grad(). See docs/errors.md#was-written-through-data."
+    )
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
+from ampctx._data_writes import message
 from ampctx._decorators import host_may_read
 from ampctx._errors import listed
 from ampctx.amp.events import BlockFacts, Events, RunFacts, StepFacts, logger
@@ -216,12 +217,7 @@ class Hints:
 
     def written(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:
-            self.say(
-                "data",
-                f"amp: {listed(names)} was written through .data, of which no version tells. Its fp32 master weight "
-                "overwrites it at the next step. Write the parameter itself under torch.no_grad(), or "
-                "amp.master_params(optimizer). See docs/errors.md#was-written-through-data.",
-            )
+            self.say("data", f"amp: {message(names)}")
 
     def dropped(self, optimizer: Any, names: list[str]) -> None:
         if optimizer in self.steps:

@@ -49,7 +49,7 @@ from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
 from ampctx.weights import waiting
-from ampctx.weights.masters import LOADED, MasterParams
+from ampctx.weights.masters import MasterParams
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt")  # an optimizer, or what wraps one
@@ -193,9 +193,9 @@ class AmpSession:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Frozen parameters may have the level's 16-bit
-                type, or be bf16. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
-                tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
+            models: a module or a list of modules, fp32, on any device. Frozen parameters may be bf16, or of the level's
+                16-bit type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3)
+                or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
                 without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
@@ -500,8 +500,6 @@ class AmpSession:
         for binding in block.bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.enter(block.factor, block.inv_scale)
-        if len(LOADED):
-            LOADED.clear()
         for b in idle if not block.scale.is_identity else ():
             block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
 

@@ -37,7 +37,7 @@ from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Fla
 from ampctx.weights import waiting
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
-from ampctx.weights.masters import LOADED, MasterParams
+from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
 from ampctx.weights.waiting import Waiting
@@ -328,8 +328,6 @@ class OptimizerBinding:
         self._catch_up(weights_final=True, before_step=True)
         if self.events.written and (names := self.masters.written_through_data()):
             tell(self.events.written, self.optimizer, names)
-        if len(LOADED):
-            LOADED.clear()
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():

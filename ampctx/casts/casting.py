@@ -132,7 +132,7 @@ def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
 
 
 def _set_formers(ref: weakref.ref[nn.Module], formers: dict[int, torch.dtype]) -> None:
-    for t in () if (model := ref()) is None else (*model.parameters(), *model.buffers()):
+    for t in () if (m := ref()) is None else (*m.parameters(), *m.buffers()):
         set_dtype(t, formers.get(id(t), t.dtype))
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
-from ampctx._data_writes import DataWrites
+from ampctx._data_writes import DataWrites, message
 from ampctx._decorators import without_grad
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
@@ -422,12 +422,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         places = {p: (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
         same = [p for p, mark in seen.items() if p in places and key in self.state.get(p, ()) and mark == marks([p])]
         if found := self._data_writes.found([(p, self.state[p][key]) for p in same if not is_sharded(p)]):
-            logger.warning(
-                "%s.step(): %s was written through .data, of which no version tells. Its fp32 master weight overwrites "
-                "it. Write the parameter itself under torch.no_grad(), or call optimizer.masters_follow_model() after "
-                "the write. See docs/errors.md#was-written-through-data.",
-                *(type(self).__name__, listed(param_name(self.param_groups, *places[p]) for p in found)),
-            )
+            names = (param_name(self.param_groups, *places[p]) for p in found)
+            logger.warning("%s: %s", type(self).__name__, message(names))
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
 from ampctx._data_writes import DataWrites
@@ -35,9 +34,6 @@ from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
-# an optimizer or is unfrozen then gets all bits.
-LOADED: Any = WeakIdKeyDictionary()
 
 
 class MasterParams:
@@ -93,8 +89,6 @@ class MasterParams:
         # allowed.
         self._takes_frozen = bool(originals) or allows_16bit
         self._low: set[int] = set()
-        # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
-        self._left: Any = WeakIdKeyDictionary()
         # Parameters without master that ``initialize`` has cast, with their former dtype.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # Names of parameters whose gradient was dropped when they joined.
@@ -136,9 +130,7 @@ class MasterParams:
         optimizer, originals = self._optimizer(), originals or {}
         groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
-        left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
-        # By the ids of both.
-        pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}
+        pair_of = {id(t): pair for pair in self.pairs for t in pair}  # by the ids of both
         pairs: list[tuple[Tensor, Tensor]] = []
         plain: list[Tensor] = []
         frozen: list[Tensor] = []
@@ -174,13 +166,9 @@ class MasterParams:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
-        for p, master in left:
-            if id(master) in stands_for:
-                master.copy_(resynced(p, master))  # what the program has written since it left
-                del self._left[p]
         for p, master in self.pairs:
             if id(master) not in stands_for:
-                self._left[p] = weakref.ref(master)
+                _move_state(optimizer, master, p, torch.float32)  # for when it comes back
         for p in plain:
             original = originals.get(p)
             if p.dtype in LOW_PRECISION and (p.requires_grad or self._takes_frozen) and id(p) not in known:
@@ -192,10 +180,6 @@ class MasterParams:
             _move_state(optimizer, p, master, torch.float32)
         self.pairs, self.params_without_master, self._frozen = pairs, plain, frozen
         self._derive(optimizer)
-        for p, _ in made:
-            value, version = LOADED.pop(p, (None, 0))
-            if version == version_of(p):
-                self.take_loaded(p, value)
         for p in (*plain, *(p for p, _ in made)) if drop_grads else ():
             if id(p) not in known and p.grad is not None:
                 p.grad = None

@@ -35,7 +35,7 @@ UNUSABLE = ("O3", "SGD-fused")
 # Where in an iteration the run is saved.
 MOMENTS = ("after the step", "after a skip", "before the first block")
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
-SAVED_AT = 6
+SAVED_AT, LOSSES = 6, 10
 # The iteration whose gradients overflow, besides those of a moment.
 OVERFLOWS_AT = SAVED_AT + 4
 
@@ -46,12 +46,11 @@ class Case(NamedTuple):
     level: str
     optimizer: str
     moment: str = "after the step"
-    losses: int = 10
     order: tuple[str, ...] = ORDERS[0]
     masters: bool = True
 
     def __str__(self) -> str:
-        parts = [*self[:3], str(self.losses), *self.order, *(["masters"] if self.masters else [])]
+        parts = [*self[:3], *self.order, *(["masters"] if self.masters else [])]
         return "-".join(parts).replace(" ", "_")
 
 
@@ -114,7 +113,7 @@ class Run:
 
     def rest(self):
         """What comes after the save: losses, scales, every parameter, master, buffer and piece of state."""
-        losses = [self.finish(step) for step in range(SAVED_AT, SAVED_AT + self.case.losses)]
+        losses = [self.finish(step) for step in range(SAVED_AT, SAVED_AT + LOSSES)]
         weights = [*self.model.parameters(), *self.session.master_params(self.optimizer)]
         return {"losses": losses, **self.saved(), "weights": [p.detach().clone() for p in weights]}
 
