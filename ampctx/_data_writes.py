@@ -47,7 +47,8 @@ class DataWrites:
 def message(names: Iterable[str]) -> str:
     return (
         f"{listed(names)} was written through .data, of which no version tells. Its fp32 master overwrites it at the "
-        "next step. Write the parameter itself under torch.no_grad(). See docs/errors.md#was-written-through-data."
+        "next step. Write the parameter itself under torch.no_grad(). "
+        "See docs/how_a_step_works.md#masters-follow-the-model."
     )
 
 

@@ -172,7 +172,7 @@ def cast_model(
     originals: dict[Tensor, Tensor] = {}
     parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
     in_fp32 = modules_in_fp32(model, keep_batchnorm_fp32, keep_fp32, keep_statistics_fp32)
-    # Weak, so that the undo does not keep the model alive. By id, as torch swaps no tensor that has a weak reference.
+    # Weak, so that the undo does not keep the model alive. By id: torch swaps no tensor that has a weak reference.
     model_ref, formers = weakref.ref(model), dict[int, torch.dtype]()
     with ExitStack() as stack:
         stack.callback(_flatten_rnns, model_ref)

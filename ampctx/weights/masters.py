@@ -347,8 +347,7 @@ class MasterParams:
     def _round(self, moved: set[int], now: bytes) -> None:
         params, before = self.params_with_master, self._agreed[0]
         written = changed(params, before, marks(params))
-        pairs = [(p, master) for p, master in self.pairs if id(master) in moved and id(p) not in written]
-        if pairs:
+        if pairs := [(p, master) for p, master in self.pairs if id(master) in moved and id(p) not in written]:
             foreach.scale([master for _, master in pairs], [p for p, _ in pairs], Unread(), 1.0)
         after = marks(params)
         each = ((before if id(p) in written else after, 16 * i) for i, p in enumerate(params))
@@ -370,10 +369,9 @@ class MasterParams:
 
     def written_through_data(self) -> list[str]:
         """The names of weights that were written in a way that no version tells. After ``resync``. No host sync."""
-        if not self.pairs or not self._data_writes.is_due() or self.unsure or is_watched():
-            return []
-        is_rounded = marks(self.masters) == self._agreed[1]
-        return list(map(self._name_of, self._data_writes.found(self.pairs))) if is_rounded else []
+        is_due = bool(self.pairs) and self._data_writes.is_due() and not is_watched()
+        looks = is_due and not self.unsure and marks(self.masters) == self._agreed[1]
+        return list(map(self._name_of, self._data_writes.found(self.pairs))) if looks else []
 
     def values(self) -> dict[Tensor, Tensor]:
         """The fp32 value of each model parameter with a master. The master itself, where the program has not written

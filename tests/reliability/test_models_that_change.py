@@ -358,9 +358,9 @@ def test_swapped_tensors_are_the_weights(session, level, name):
     """As ``torch.__future__.set_swap_module_params_on_conversion`` has conversions of a model put in."""
     model, optimizer = under_amp(session, level, name, names="a")
     for value in (2.0, 4.0):
-        assert model["a"].eq(value).all()
         step(session, model, optimizer, a=1.0)
         assert (model["a"] < value).all()
+        assert (model["a"] > value - 1).all()
         torch.utils.swap_tensors(model["a"], nn.Parameter(torch.full((3,), 4.0, dtype=model["a"].dtype)))
     torch.utils.swap_tensors(model["a"], nn.Parameter(torch.full((3,), 8.0)))
     session.reset()  # although the weight is no 16-bit one any more

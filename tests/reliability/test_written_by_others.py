@@ -63,49 +63,36 @@ class Averaging(torch.optim.SGD):
             p.data.copy_(former)
 
 
-def by_eval(session, optimizer):
-    optimizer.eval()
-
-
-def by_a_loop(session, optimizer):
-    for p in session.master_params(optimizer):
-        p.detach().mul_(0.5)
-
-
 @by_level
-@pytest.mark.parametrize("write", [by_eval, by_a_loop])
-def test_written_masters_are_the_weights_without_a_forward_of_the_model(session, level, write):
-    """A part of it may be called alone, or a method; or the weights are read."""
+@pytest.mark.parametrize("by_eval", [True, False])
+def test_written_masters_are_the_weights_without_a_forward_of_the_model(session, level, by_eval):
+    """Of eval(), or of a loop. A part of the model may be called alone, or a method; or the weights are read."""
     model, optimizer = start(session, level, lambda params: Averaging(params, lr=0.1), loss_scale=64.0)
     train(session, model, optimizer, 2)
     x, masters = torch.ones(2, 4, dtype=model[0].weight.dtype), [p.detach().clone() for p in params_of(optimizer)]
     before, halved = model[0](x), [p.detach() * 0.5 for p in model.parameters()]
-    write(session, optimizer)
+    optimizer.eval() if by_eval else [p.detach().mul_(0.5) for p in session.master_params(optimizer)]
     assert_rounded(model, optimizer)
     assert_same([p.detach() for p in model.parameters()], halved)
     assert torch.equal(model[0](x), before / 2)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same([p.detach() for p in twin.parameters()], halved)
-    if write is by_eval:
+    if by_eval:
         model(torch.ones(2, 4))
         optimizer.train()
         assert torch.equal(model[0](x), before)
         assert_same([p.detach() for p in params_of(optimizer)], masters)
 
 
-def copied(params, values):
-    for p, value in zip(params, values, strict=True):
-        p.copy_(value)
-
-
-def exchanged(params, values):
-    for p, value in zip(params, values, strict=True):
-        p.data = value.to(p.dtype)
+def exchanged(p, value):
+    p.data = value.to(p.dtype)
 
 
 @by_level
 @by_optimizer
-@pytest.mark.parametrize(("keep", "put"), [(Tensor.clone, copied), (lambda p: p.data, exchanged)], ids=["copy", "data"])
+@pytest.mark.parametrize(
+    ("keep", "put"), [(Tensor.clone, Tensor.copy_), (lambda p: p.data, exchanged)], ids=["copy", "data"]
+)
 def test_an_average_in_the_model_during_a_validation_leaves_masters_alone(session, level, name, keep, put):
     model, optimizer = start(session, level, name, loss_scale=64.0)
     train(session, model, optimizer, 3)
@@ -114,7 +101,7 @@ def test_an_average_in_the_model_during_a_validation_leaves_masters_alone(sessio
     average = [master.detach() * 0.9 for master in params_of(optimizer)]
     with torch.no_grad():
         trained = [keep(p) for p in params]
-        put(params, average)
+        list(map(put, params, average))
         model(torch.ones(4, 4))
         shown = [value.to(p.dtype).float() for value, p in zip(average, params, strict=True)]
         names = [n for n, _ in model.named_parameters()]
@@ -122,11 +109,11 @@ def test_an_average_in_the_model_during_a_validation_leaves_masters_alone(sessio
             assert_same([state[n].float() for n in names], shown)
         saved = session.state_dict(masters=True)["optimizers"][0]["masters"]
         assert all(torch.equal(value, shown[i]) for i, value in saved.items())
-        put(params, trained)
+        list(map(put, params, trained))
     with session.scale_loss(loss_of(model), optimizer):
         assert_same([master.detach() for master in params_of(optimizer)], masters)
     with torch.no_grad():
-        put(params, average)  # to stay: the next block or step takes it
+        list(map(put, params, average))  # to stay: the next block or step takes it
     assert_same([master.detach() for master in session.master_params(optimizer)], shown)
 
 
