@@ -181,8 +181,7 @@ def cast_model(
             # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
             keeps_statistics = keep_batchnorm_fp32 and keep_statistics_fp32
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                stays = module in in_fp32 or (keeps_statistics and _is_statistic(module, t))
-                to = torch.float32 if stays else dtype
+                to = torch.float32 if module in in_fp32 or (keeps_statistics and _is_statistic(module, t)) else dtype
                 if not t.is_floating_point() or t.dtype == to:
                     continue
                 _refuse_sharded(t, to)

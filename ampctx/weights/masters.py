@@ -323,8 +323,6 @@ class MasterParams:
         """Lets masters and weights agree again, at a block, a step or a read of masters. Of what was written since they
         did: where a weight is not the rounded master, the master takes its value; where only the master was written,
         the weight is rounded again. ``before_step``: that may wait, as the step or the next forward rounds.
-
-        Versions tell what was written. While ``unsure``, every weight counts as written.
         """
         is_idle = before_step and not (self.ahead or self.unsure)
         if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
@@ -354,7 +352,7 @@ class MasterParams:
         self._agreed = b"".join(of[at : at + 16] for of, at in each), now
 
     def written(self) -> list[Tensor]:
-        """The weights that the program may have written since they were the rounded masters."""
+        """The weights that the program has written since both agreed, as versions tell. While ``unsure``, all."""
         ids = changed(self.params_with_master, self._agreed[0], marks(self.params_with_master))
         return [p for p in self.params_with_master if self.unsure or id(p) in ids] if ids or self.unsure else []
 
@@ -374,8 +372,7 @@ class MasterParams:
         return list(map(self._name_of, self._data_writes.found(self.pairs))) if looks else []
 
     def values(self) -> dict[Tensor, Tensor]:
-        """The fp32 value of each model parameter with a master. The master itself, where the program has not written
-        the parameter."""
+        """The fp32 value of each model parameter with a master: the master, if the program has not written it."""
         self.round_again()
         return {p: master.detach() for p, master in self.pairs} | {p: self.exact(p) for p in self.written()}
 

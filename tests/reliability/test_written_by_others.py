@@ -104,9 +104,8 @@ def test_an_average_in_the_model_during_a_validation_leaves_masters_alone(sessio
         list(map(put, params, average))
         model(torch.ones(4, 4))
         shown = [value.to(p.dtype).float() for value, p in zip(average, params, strict=True)]
-        names = [n for n, _ in model.named_parameters()]
         for state in (model.state_dict(), session.master_state_dict(model)):
-            assert_same([state[n].float() for n in names], shown)
+            assert_same([state[n].float() for n, _ in model.named_parameters()], shown)
         saved = session.state_dict(masters=True)["optimizers"][0]["masters"]
         assert all(torch.equal(value, shown[i]) for i, value in saved.items())
         list(map(put, params, trained))
