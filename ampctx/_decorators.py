@@ -1,4 +1,4 @@
-"""Decorators of functions that run beside the user's model: out of compiled graphs, without autograd, helpful."""
+"""What runs beside the user's model: out of compiled graphs, without autograd, and reading a device without a wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from ampctx._errors import unexpected
 
@@ -61,3 +62,19 @@ def names_arguments(fn: F) -> F:
         return fn(*args, **kwargs)
 
     return cast(F, wrapper)
+
+
+def host_may_read() -> bool:
+    """Whether the host may read the device. Not while a CUDA graph is captured."""
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def arriving(t: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of ``t`` on its way to the host, and the event of its arrival. None: it is there."""
+    if not t.is_cuda:
+        return t.cpu(), None
+    here = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
+    here.copy_(t, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(t.device))
+    return here, event

@@ -299,7 +299,7 @@ FAULTS = [
     ),
     Fault(
         "the undo of a cast holds its model", "ampctx",
-        "model_ref = weakref.ref(model)\n", "model_ref = lambda: model\n",
+        "model_ref, formers = weakref.ref(model),", "model_ref, formers = (lambda: model),",
         f"{AMP}casting.py {AMP}initialize.py",
     ),
     Fault(
@@ -353,15 +353,15 @@ FAULTS = [
     ),
     Fault(
         "masters do not follow a model that is loaded", "ampctx",
-        "elif self.unsure or id(p) in written:", "elif False:", f"{AMP}parameters.py {ROWS}export_of_masters.py",
+        "self._master_of[id(p)].copy_(self.exact(p))", "pass", f"{AMP}parameters.py {ROWS}export_of_masters.py",
     ),
     Fault(
         "a model's state dict holds rounded masters", "ampctx",
-        "exact = resynced(*masters.pairs_of([t])[0])", "exact = value.float()", f"{ROWS}plain_checkpoints.py",
+        "exact = masters.exact(t)", "exact = value.float()", f"{ROWS}plain_checkpoints.py",
     ),
     Fault(
         "fp32 values that are loaded do not set masters", "ampctx",
-        "masters.take_loaded(p, value)\n                if", "pass\n                if", f"{ROWS}plain_checkpoints.py",
+        "masters.take_loaded(p, value)", "pass", f"{ROWS}plain_checkpoints.py",
     ),
     Fault(
         "one rank's masters have bits that another's lack", "ampctx",
@@ -427,12 +427,7 @@ FAULTS = [
     ),
     Fault(
         "a save drops the gradients that wait", "ampctx",
-        "(masters := binding.masters).resync()\n", "(masters := binding.masters).drop_master_grads()\n",
-        f"{ROWS}resume_several_optimizers.py",
-    ),
-    Fault(
-        "the scales of blocks before the save are not loaded", "ampctx",
-        "binding.restore(flags, dict(scales_used))", "binding.restore(flags, {})",
+        "values = masters.values()\n", "values = masters.values()\n        masters.drop_master_grads()\n",
         f"{ROWS}resume_several_optimizers.py",
     ),
     Fault(

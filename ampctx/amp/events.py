@@ -24,13 +24,14 @@ class Events:
     gradients. stepping: (binding): a step, or each evaluation of its closure, is about to use its gradients, which are
     unscaled. skipped: (scale, min_scale, skipped steps of the optimizer, all its steps): the host learns that a loss
     with a moving scale overflowed. dropped: (binding, names of parameters that joined it with a gradient of unknown
-    scale, which is gone)."""
+    scale, which is gone). written: (binding, names of weights that were written through ``.data``)."""
 
     entered: list[Callable[..., None]] = field(default_factory=list)
     left: list[Callable[..., None]] = field(default_factory=list)
     stepping: list[Callable[..., None]] = field(default_factory=list)
     skipped: list[Callable[..., None]] = field(default_factory=list)
     dropped: list[Callable[..., None]] = field(default_factory=list)
+    written: list[Callable[..., None]] = field(default_factory=list)
 
 
 @outside_of_graphs

@@ -17,13 +17,14 @@ from ampctx.weights.store import STORES
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _masters_of(session: Any) -> dict[Tensor, Tensor]:
-    """Model parameter -> amp's fp32 master of it, resynced from the model. No host sync."""
+def _masters_of(session: Any, live: bool) -> dict[Tensor, Tensor]:
+    """Model parameter -> its fp32 value in amp. ``live``: the master itself, resynced from the model. No host sync."""
     result: dict[Tensor, Tensor] = {}
     for binding in session._bindings.values():
         binding.follow_groups()
-        binding.masters.resync()
-        result.update(binding.masters.pairs)
+        if live:
+            binding.masters.resync()
+        result.update(binding.masters.pairs if live else binding.masters.values())
     return result
 
 
@@ -70,7 +71,7 @@ def master_state_dict(session: Any, model: nn.Module, *, dtype: torch.dtype = to
     if not isinstance(dtype, torch.dtype) or dtype not in _CAST:
         raise AmpTypeError(f"master_state_dict: dtype is {dtype!r}, expected one of {', '.join(map(str, _CAST))}")
     reshard_units(model)
-    masters = {**_kept_by_optimizers(session), **_masters_of(session)}
+    masters = {**_kept_by_optimizers(session), **_masters_of(session, live=False)}
     shown = _Shown()
     shown.model = model
     # All names of a tied weight, on which functional_call insists. The user's hooks treat masters as weights.
@@ -117,7 +118,7 @@ def master_model(session: Any, model: nn.Module) -> nn.Module:
             f"master_model: the master weight of {name} is in the optimizer's state (its option master_weights), and "
             "a module cannot hold it. Use amp.master_state_dict(), or let amp keep masters (O2 or O5)."
         )
-    masters = _masters_of(session)
+    masters = _masters_of(session, live=True)
     memo: dict[int, Any] = {id(p): masters.get(p, p) for p in model.parameters()}
     memo |= {id(b): b for b in model.buffers()}
     twin = copy.deepcopy(model, memo)

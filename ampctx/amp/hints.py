@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
+from ampctx._data_writes import message
+from ampctx._decorators import host_may_read
 from ampctx._errors import AmpError, listed
 from ampctx.amp.events import Events, logger
 from ampctx.amp.setup import finalizer
@@ -20,7 +22,6 @@ from ampctx.casts.functions import replace_function, shared
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import widest
-from ampctx.scaling.step_record import host_may_read
 from ampctx.weights.state_dicts import COPIES
 
 FIRST_STEPS = 2
@@ -264,6 +265,10 @@ class Hints:
                 "amp.outcome(optimizer).culprits. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
                 logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
             )
+
+    def written(self, binding: Any, names: list[str]) -> None:
+        if binding in self.steps:
+            self.say("data", f"amp: {message(names)}")
 
     def dropped(self, binding: Any, names: list[str]) -> None:
         if binding in self.steps:

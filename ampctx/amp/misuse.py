@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ampctx._decorators import host_may_read
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
-from ampctx.scaling.step_record import host_may_read
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@
      "optim": {name: {"step": ..., "exp_avg": ...}},
      "compensation": {name: tensor},     only with write_back="kahan"
      "optimizers": {name of its first parameter: (facts,)},
-     "amp": {"opt_level": ..., "torch": ..., "ampctx": ..., "deferred": ((loss id, overflowed), ...),
+     "amp": {"opt_level": ..., "torch": ..., "ampctx": ...,
              "loss_scaler0": {"loss_scale": fp64, "unskipped": int64, "dynamic": bool}, ...}}
 
 Masters of ``initialize``, ``master_weights=True``, "split" and fp32 shards are four layouts of the same bits, so each
 has the same keys: torch.distributed.checkpoint (DCP) loads one into another. Names are DCP's. ``facts`` are plain:
-{"format", "type", "groups": options and names, "layout": {name: layout}, "without_state": names, "overflows",
-"scales"}. DCP takes a tuple for one value; the keys of a dict must be those of the run that loads.
+{"format", "type", "groups": options and names, "layout": {name: layout}, "without_state": names}. DCP
+takes a tuple for one value; the keys of a dict must be those of the run that loads.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ logger = logging.getLogger("ampctx")
 # The layouts of a parameter: "fp32" (no 16-bit one), "masters" (of ``initialize``), or what its optimizer writes.
 _FULL = {"fp32", "masters", "copy", "split"}
 _ROUNDED = {"nearest", "stochastic", "kahan"}
-_OF_AMP = ("overflows", "scales", "loss_scales")
+_OF_AMP = ("loss_scales",)
 _LATER = "Load it with the version that saved it, or a later one."
-_FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP)
+# The last two are of files that saved overflows before a step, too.
+_FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP, "overflows", "scales")
 
 
 @torch.no_grad()
@@ -272,7 +273,7 @@ class _NamedRun:
             tree["compensation"] = compensation
         if amp:
             versions = {"torch": str(torch.__version__), "ampctx": __version__}
-            tree["amp"] = {"opt_level": amp["opt_level"], **versions, "deferred": tuple(amp["deferred"].items())}
+            tree["amp"] = {"opt_level": amp["opt_level"], **versions}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
                 numbers = {
@@ -443,9 +444,8 @@ class _NamedRun:
             masters = {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"}
             of_amp = saved[members[0].name].of_amp if members else {}
             optimizers.append({**of_amp, "params": len(members), "masters": masters})
-        deferred = dict(entry(given, "deferred", tuple, 'state_dict["amp"]'))
-        of_run = {"opt_level": level, "deferred": deferred, "optimizers": optimizers}
-        return amp_state.loaders(self.session, {**scales, **of_run}, self.bindings, self.call)
+        of_run = {**scales, "opt_level": level, "optimizers": optimizers}
+        return amp_state.loaders(self.session, of_run, self.bindings, self.call)
 
     def _load(self, values: State, checkpoints: list[State]) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict

@@ -49,7 +49,7 @@ from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
-from ampctx.weights.masters import LOADED, MasterParams
+from ampctx.weights.masters import MasterParams
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt")  # an optimizer, or what wraps one
@@ -192,9 +192,9 @@ class AmpSession:
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Frozen parameters may have the level's 16-bit
-                type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3) or
-                tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
+            models: a module or a list of modules, fp32, on any device. Frozen parameters may be bf16, or of the level's
+                16-bit type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3)
+                or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
                 without a ``MixedPrecisionPolicy`` get that of the level.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
@@ -496,8 +496,6 @@ class AmpSession:
         for binding in block.bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.enter(block.factor, block.inv_scale)
-        if len(LOADED):
-            LOADED.clear()
         for b in idle if not block.scale.is_identity else ():
             block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
 
@@ -613,7 +611,14 @@ class AmpSession:
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
             binding.refresh()
-        return iter([p for group in optimizer.param_groups for p in group["params"]])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def each() -> Iterator[Tensor]:
+            yield from params
+            if binding is not None and binding.gradients.is_idle:
+                binding.masters.round_again()  # a loop may have written them
+
+        return each()
 
     def skipped_steps(self, optimizer: Any) -> int:
         """Counts the steps of ``optimizer`` that were skipped because gradients overflowed. Host sync if it skips on

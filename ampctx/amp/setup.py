@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -142,14 +142,13 @@ def _refuse_forward(wrapper: nn.Module, args: Any) -> None:
         )
 
 
-def refuse_wrappers(cast: Iterable[weakref.ref[Tensor]]) -> None:
-    """Has each DistributedDataParallel of these parameters raise at its next forward. It has hooks on nodes of autograd
-    that a cast replaces, and no parameter, node or module names it."""
-    trained = {id(t) for ref in cast if (t := ref()) is not None and t.requires_grad}
-    objects = gc.get_objects() if trained and is_distributed() else []  # without a process group there is none
+def refuse_wrappers(cast: Container[int]) -> None:
+    """Has each DistributedDataParallel of parameters with these ids raise at its next forward. It has hooks on nodes of
+    autograd that a cast replaces, and no parameter, node or module names it."""
+    objects = gc.get_objects() if is_distributed() else []  # without a process group there is none
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
     for wrapper in [o for o in objects if type(o) in kinds]:
-        if not trained.isdisjoint(map(id, wrapper.parameters())):
+        if any(id(p) in cast and p.requires_grad for p in wrapper.parameters()):
             wrapper.register_forward_pre_hook(_refuse_forward)
 
 
@@ -179,9 +178,9 @@ def cast_models(
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
             undo.callback(restore)
             originals.update(data)
-            refs = [weakref.ref(t) for t in data]
-            undo.callback(refuse_wrappers, refs)
-            refuse_wrappers(refs)
+            cast = frozenset(map(id, data))
+            undo.callback(refuse_wrappers, cast)
+            refuse_wrappers(cast)
             undo.callback(casting.install_state_dict_upcast(model, ShowMasters))
         takes = torch.float32 if policy.input_dtype is not None and model in kept.modules else policy.input_dtype
         outputs_last = model in sharded and sharded[model].casts_outputs

@@ -2,13 +2,14 @@
 
     {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
 
-    with masters also {"format": 1, "opt_level": "O2", "deferred": {loss id: overflowed}, "optimizers": [one, ...]}
+    with masters also {"format": 1, "opt_level": "O2", "optimizers": [one, ...]}
 
-    one: {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
-          "scales": {loss id: the factor of the loss}, "loss_scales": those of an earlier initialize, with "deferred"}
+    one: {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "loss_scales": those of an earlier
+          initialize}
 
 ``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
-numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it.
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it. It has nothing of gradients that no step
+has used, nor of their overflows: a run that resumes repeats their blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +30,16 @@ from ampctx.amp import ranks
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import autocast_off
 from ampctx.casts.model_watch import PLACE
-from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import loss_scale
-from ampctx.scaling.loss_scale import FACTORS, KEY, RUN_KEYS, LossScale, check_scale, read_amp_entries
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS
+from ampctx.scaling.loss_scale import FACTORS, KEY, RUN_KEYS, LossScale, read_amp_entries
 
 logger = logging.getLogger("ampctx")
 
 State = dict[str, Any]
 Loader = Callable[[], None]
-_OF_OPTIMIZERS = ("params", "names", "masters", "overflows", "scales", "loss_scales")
+# The others are of files that saved overflows before a step, too.
+_OF_OPTIMIZERS = ("params", "names", "masters", "loss_scales", "overflows", "scales")
 
 
 def policy_of(session: Any, call: str) -> Any:
@@ -63,8 +63,7 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
 
     Args:
         destination: a dict to fill and return. None: a new one.
-        masters: add the fp32 masters, which ``model.state_dict()`` holds, too, and overflows that will skip a later
-            step. apex cannot load these.
+        masters: add the fp32 masters, which ``model.state_dict()`` holds, too. apex cannot load these.
 
     Raises:
         AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
@@ -83,37 +82,29 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     AmpError inside a scale_loss block, or between ``first_step`` and ``second_step``."""
     for binding in bindings:
         binding.refuse_state(call, perturbed=True)
-    scales, deferred = session.loss_scales, session._deferred
+    scales = session.loss_scales
     optimizers, are_lost = [], False
     for binding in bindings:
         binding.follow_groups()
-        (masters := binding.masters).resync()
-        params = binding.params()
+        masters, params, of = binding.masters, binding.params(), binding.masters.model_of
+        values = masters.values()
         # Gradients that the next step uses, as it seems.
         are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
         are_lost |= any(stored_grad(m) is not None for m in masters.masters)
         are_lost |= bool(binding.flags.by_loss) and any(p.grad is not None for p in masters.leaves)
-        used = binding.flags.scales_used.items()
         optimizers.append(
             {
                 "params": len(params),
                 "names": binding.names(),
-                "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
-                "overflows": {i: flag.item() != 0 for i, (_, flag) in binding.flags.by_loss.items()},
-                "scales": {i: f.value.item() if isinstance(f, PerDevice) else f for i, f in used},
+                "masters": {i: values[of[p]] for i, p in enumerate(params) if p in of},
             }
         )
         if (own := binding.loss_scales) is not scales:
-            entries = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
-            optimizers[-1]["loss_scales"] = {**entries, "deferred": _deferred_of(own, deferred)}
+            optimizers[-1]["loss_scales"] = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
     if are_lost:
         warn(f"{call}: gradients that no step has used are not in the state. Save after optimizer.step().")
     level = session.policy.opt_level
-    return {"format": FORMAT, "opt_level": level, "deferred": _deferred_of(scales, deferred), "optimizers": optimizers}
-
-
-def _deferred_of(scales: Sequence[LossScale], deferred: Mapping[LossScale, Tensor]) -> dict[int, bool]:
-    return {i: deferred[scale].item() != 0 for i, scale in enumerate(scales) if scale in deferred}
+    return {"format": FORMAT, "opt_level": level, "optimizers": optimizers}
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -204,9 +195,7 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
 def _scales_loader(
     session: Any, scales: list[LossScale], entries: dict[int, State], call: str, run: Any = None, where: str = ""
 ) -> Loader:
-    """``run``: the dict of the entries, if it is of a run. It has as many, and overflows for a later block."""
-    deferred = session._deferred
-    flags = {} if run is None else _by_id(run, "deferred", where, range(len(scales)), bool)
+    """``run``: the dict of the entries, if it is of a run. It has as many."""
     if run is not None and len(entries) != len(scales):
         raise AmpValueError(f"{where} has {len(entries)} loss scales, and num_losses={len(scales)} was given.")
 
@@ -215,9 +204,7 @@ def _scales_loader(
             logger.warning("state_dict contains %d entries, while %d loss_scalers are used", len(entries), len(scales))
         for i, scale in enumerate(scales):
             if run is not None:
-                deferred.pop(scale, None)
-            if i in flags:
-                deferred[scale] = _flag(flags[i], scale, torch.device("cpu"))
+                session._deferred.pop(scale, None)
             if i in entries:
                 if not scale.moves and (new := entries[i]["loss_scale"]) != (now := scale.value()):
                     text = "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays."
@@ -225,11 +212,6 @@ def _scales_loader(
                 scale.load_state_dict(entries[i])
 
     return load
-
-
-def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
-    at = device if scale.scale is None else scale.scale.device
-    return torch.full((), float(value), dtype=torch.float32, device=at)
 
 
 def tell_of_lost_masters(session: Any, may_wait: bool = True) -> None:
@@ -252,7 +234,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
     check_known(state, where, _OF_OPTIMIZERS)
     # No resync from the model: loading sets the masters, and they must not change if a check fails.
     binding.follow_groups()
-    params, scales = binding.params(), binding.loss_scales
+    params = binding.params()
     if (n := entry(state, "params", int, where)) != len(params):
         raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
     # Masters are saved by index, and shapes alone do not show a changed order.
@@ -264,7 +246,9 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
                 "to amp.initialize in the order of the run that was saved. If parameters were only renamed, delete "
                 f'{where}["names"].'
             )
-    masters, inside = _by_id(state, "masters", where, range(len(params)), Tensor), f'{where}["masters"]'
+    masters, inside = entry(state, "masters", dict, where), f'{where}["masters"]'
+    if unknown := [i for i in masters if not isinstance(i, int) or isinstance(i, bool) or i not in range(len(params))]:
+        raise AmpKeyError(f"{inside} has {unknown[0]!r}, expected ids from 0 to {len(params) - 1}")
     for i, p in enumerate(params):
         if (i in masters) != (p in binding.masters.model_of):
             has, here = ("", "none") if i in masters else (" no", "one")
@@ -274,10 +258,6 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
             )
         if i in masters:
             checked(masters[i], p.shape, f"{inside}[{i}]", p.dtype)
-    scales_used = _by_id(state, "scales", where, range(len(scales)), float)
-    for i, value in scales_used.items():
-        check_scale(f'{where}["scales"][{i}]', value)
-    overflows = _by_id(state, "overflows", where, range(OUTSIDE_OF_BLOCKS, len(scales)), bool)
 
     @torch.no_grad()
     def load() -> None:
@@ -287,22 +267,9 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
         # Makes both agree, so that no resync uses the model's former values.
         binding.masters.copy_to_model()
         binding.masters.unsure = binding.masters.were_restored = True
-        device = params[0].device if params else torch.device("cpu")
-        of = {i: scales[max(i, 0)] for i in overflows}  # OUTSIDE_OF_BLOCKS uses the first scale
-        flags = {i: (of[i], _flag(overflowed, of[i], device)) for i, overflowed in overflows.items()}
-        binding.restore(flags, dict(scales_used))
+        binding.restore()
 
     return load
-
-
-def _by_id(state: Mapping[str, Any], key: str, where: str, ids: range, kind: type) -> dict[int, Any]:
-    """An entry that is a dict of values by loss id, or by the number of a parameter."""
-    found = entry(state, key, dict, where)
-    for i, value in found.items():
-        if not isinstance(i, int) or isinstance(i, bool) or i not in ids:
-            raise AmpKeyError(f'{where}["{key}"] has {i!r}, expected ids from {ids.start} to {ids.stop - 1}')
-        typed(value, kind, f'{where}["{key}"][{i}]')
-    return dict(found)
 
 
 def checked(value: Any, shape: torch.Size, where: str, dtype: torch.dtype | None = None) -> None:

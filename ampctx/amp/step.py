@@ -1,8 +1,8 @@
 """One optimizer under amp: its replaced methods, and its step, told from top to bottom in ``OptimizerBinding._step``.
 
-``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict`` and
-``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same. Closures, and
-the two steps of SAM, are in ``closures``.
+``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict``, ``eval``,
+``train`` and ``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same.
+Closures, and the two steps of SAM, are in ``closures``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
-from ampctx.weights.masters import LOADED, MasterParams
+from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
 
@@ -142,7 +142,8 @@ class OptimizerBinding:
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         own = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
-        methods |= {name: method for name, method in own.items() if hasattr(optimizer, name)}
+        own |= dict.fromkeys(("eval", "train"), self._swap_weights)  # of optimizers that average
+        methods |= {name: method for name, method in own.items() if callable(getattr(optimizer, name, None))}
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
@@ -286,8 +287,8 @@ class OptimizerBinding:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
         no block has checked: with or without these, because ranks may differ in that."""
         self._catch_up(weights_final=True, before_step=True)
-        if len(LOADED):
-            LOADED.clear()
+        if self.events.written and (names := self.masters.written_through_data()):
+            tell(self.events.written, self, names)
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
@@ -559,17 +560,25 @@ class OptimizerBinding:
             self.follow_groups()  # torch casts state to the type of the parameter: that of its master
         return original(*args, **kwargs)
 
+    def _swap_weights(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lets the model have the weights that ``eval`` or ``train`` writes, also where no forward of it comes next."""
+        if self.inside or self.released or not self.masters.pairs:
+            return original(*args, **kwargs)
+        self.follow_groups()
+        self.masters.resync()
+        return self.run(original, *args, **kwargs)
+
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
         return as_copied(original(protocol), self._formers, self.optimizer if self.masters.pairs else None)
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
-    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
-        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
+    def restore(self) -> None:
+        """Drops gradients and their flags: a checkpoint was loaded. Between blocks."""
         self.steps.epoch += 1
         self.gradients.drop_all()
         self.flags.clear()
-        self.flags.by_loss, self.flags.scales_used = flags, scales_used
+        self.flags.scales_used = {}
         self.restore_unperturbed, self.first_step_skipped = None, False
 
     def release(self) -> None:
@@ -580,5 +589,6 @@ class OptimizerBinding:
             self.undo_first_step()
             if self.gradients.incomplete:
                 self.gradients.drop_all()  # no check would refuse these sums any more
-            self.gradients.collect()
+            if self.gradients.may_have_outside_grads():
+                self.gradients.collect()
             self.masters.release()

@@ -47,7 +47,7 @@ def _wrapper_name(model: nn.Module) -> str | None:
 def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dtype | None = None) -> None:
     """Refuses models that ``initialize`` cannot take. No host sync.
 
-    ``dtype``: the model is to be cast to it. Frozen parameters may have it, or any where they are not rounded.
+    ``dtype``: the model is to be cast to it. Frozen parameters may be 16 bits wide where that rounds none.
 
     Raises:
         AmpError: a model is a parallel wrapper. Without ``allow_16bit``: it holds other fp16 or bf16 parameters, or
@@ -65,7 +65,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
         if allow_16bit:
             continue
         low = {p for p in model.parameters() if p.dtype in LOW_PRECISION and not p.requires_grad}
-        frozen = {p for p in low if dtype in (None, torch.float32, p.dtype)}
+        frozen = {p for p in low if dtype in (None, torch.float32, torch.float16, p.dtype)}  # fp16 rounds no bf16
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, t in tensors:
                 if t.dtype in LOW_PRECISION and (t not in frozen if kind == "param" else not frozen):
@@ -73,7 +73,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
                     raise AmpError(
                         f"Found {kind} {name} with type {type_name}, expected fp32. amp.initialize casts the model "
                         "itself. Remove .half() or .bfloat16(), or call model.float() first. Frozen parameters may "
-                        "have the 16-bit type of the level. To train 16-bit weights, make session = "
+                        "have the 16-bit type of the level, or be bf16. To train 16-bit weights, make session = "
                         "amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
                         "session.initialize. "
                         "See docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
@@ -132,9 +132,9 @@ def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _set_former(ref: weakref.ref[Tensor], dtype: torch.dtype) -> None:
-    if (t := ref()) is not None:
-        set_dtype(t, dtype)
+def _set_formers(ref: weakref.ref[nn.Module], formers: dict[int, torch.dtype]) -> None:
+    for t in () if (m := ref()) is None else (*m.parameters(), *m.buffers()):
+        set_dtype(t, formers.get(id(t), t.dtype))
 
 
 def _flatten_rnns(ref: weakref.ref[nn.Module]) -> None:
@@ -174,10 +174,11 @@ def cast_model(
     parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
     in_fp32 = modules_in_fp32(model, keep_batchnorm_fp32, keep_fp32, keep_statistics_fp32)
     keeps_fp64 = keep_statistics_fp32 and all(p.dtype != torch.float64 for p in model.parameters())
-    # Weak, so that the undo does not keep the model alive.
-    model_ref = weakref.ref(model)
+    # Weak, so that the undo does not keep the model alive. By id: torch swaps no tensor that has a weak reference.
+    model_ref, formers = weakref.ref(model), dict[int, torch.dtype]()
     with ExitStack() as stack:
         stack.callback(_flatten_rnns, model_ref)
+        stack.callback(_set_formers, model_ref, formers)
         for module in model.modules():
             # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
             keeps_statistics = keep_batchnorm_fp32 and keep_statistics_fp32
@@ -187,7 +188,7 @@ def cast_model(
                 if not t.is_floating_point() or t.dtype == to or (keeps_fp64 and t.dtype == torch.float64):
                     continue
                 _refuse_sharded(t, to)
-                stack.callback(_set_former, weakref.ref(t), t.dtype)
+                formers[id(t)] = t.dtype
                 if not is_lazy(t):
                     originals[t] = t.data
                 set_dtype(t, to)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, TypedDict
@@ -22,18 +23,19 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
+from ampctx._data_writes import DataWrites, message
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
-from ampctx.kernels.ops import noted
+from ampctx.kernels.ops import is_watched, noted
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.kernels.sharding import place_grads, wrote
+from ampctx.kernels.sharding import is_sharded, place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
-from ampctx.kernels.tensor_loops import version_of
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
@@ -46,8 +48,9 @@ from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given
 from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
+logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
-TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload")
+TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload", "_data_writes")
 
 # Private: whether a profiler may look for torch's labels, as torch asks before it makes them.
 _may_be_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
@@ -189,8 +192,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
         self._offload = Offload() if self.offload else None
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
-        # The version of each weight when it agreed with its entry of EXTRAS.
-        self._seen: dict[Tensor, int] = {}
+        # The marks of each weight when it agreed with its entry of EXTRAS. While there is a plan, it has them.
+        self._seen: dict[Tensor, bytes] = {}
+        self._data_writes = DataWrites()
         self._plan: StepPlan | None = None
         self._guard = guard_of(type(self).__name__, *(options[name] for name in _guard.OPTIONS))
         # Of op calls, on the devices.
@@ -389,9 +393,12 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
-        if self._plan is not None and after is None:
-            if self._plan.run(self, scaling):
+        if self.master_weights is True and self._data_writes.is_due() and not is_watched():
+            self._tell_of_data_writes()
+        if self._plan is not None:
+            if after is None and self._plan.run(self, scaling):
                 return
+            self._seen.update(self._plan.seen())
             self._plan = None
         plan = None
         works = [work.drawing(self._numbers) for work in self._new_works(scaling)]
@@ -410,10 +417,18 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if scaling.unscales:
             _work.finish_unscaling(calls)
         followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._seen.update(zip(followed, map(version_of, followed), strict=True))
+        self._seen.update({p: marks([p]) for p in followed})
         self._plan = plan
         if scaling.wrote is not None and _work.writes_all(works, scaling):
             scaling.wrote()
+
+    def _tell_of_data_writes(self) -> None:
+        seen, key = self._seen if self._plan is None else self._plan.seen(), EXTRAS["copy"]
+        places = {p: (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
+        same = [p for p, mark in seen.items() if p in places and key in self.state.get(p, ()) and mark == marks([p])]
+        if found := self._data_writes.found([(p, self.state[p][key]) for p in same if not is_sharded(p)]):
+            names = (param_name(self.param_groups, *places[p]) for p in found)
+            logger.warning("%s: %s", type(self).__name__, message(names))
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
@@ -692,7 +707,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
         self.__dict__.setdefault("_numbers", {})
-        self._seen, self._plan = {}, None
+        self._seen, self._plan, self._data_writes = {}, None, DataWrites()
         if (kept := self.__dict__.get("_offload")) is not None:
             kept.forget()
         else:

@@ -6,14 +6,15 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
+from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import SPECS
-from ampctx.kernels.tensor_loops import stored_grad, version_of
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.optimizers._state_types import forms_of
 from ampctx.optimizers._work import Scaling, Work, defaults_of, settings_of, writes_all
 from ampctx.weights.pending import Pending
@@ -81,7 +82,11 @@ class StepPlan:
         self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._versions = list(map(version_of, self._followed))
+        self._marks = marks(self._followed)
+
+    def seen(self) -> dict[Tensor, bytes]:
+        """The marks of these weights when they agreed with their states."""
+        return {p: self._marks[16 * i : 16 * i + 16] for i, p in enumerate(self._followed)}
 
     def run(self, optimizer: Any, scaling: Scaling) -> bool:
         """Makes the step. False if something is not as it was: nothing has changed then. No host sync."""
@@ -92,7 +97,7 @@ class StepPlan:
             or scaling.models is not self._models
             or scaling.unscales is not self._unscales
             or self._settings != settings_of(optimizer)
-            or self._versions != list(map(version_of, self._followed))
+            or (self._followed and self._marks != marks(self._followed))
         ):
             return False
         grads = None
@@ -115,8 +120,7 @@ class StepPlan:
         if self._writes_all and scaling.wrote is not None:
             scaling.wrote()
         if self._followed:
-            self._versions = list(map(version_of, self._followed))
-            optimizer._seen.update(zip(self._followed, self._versions, strict=True))
+            self._marks = marks(self._followed)
         return True
 
     def _grads_of(self, pending: Pending | None) -> list[Any] | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.grouping import stacks
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
@@ -68,8 +69,8 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         # Steps proxies: fp32 tensors. They have memory and state only within a step.
         self.inner: torch.optim.Optimizer | None = None
         self._proxies: dict[Tensor, nn.Parameter] = {}
-        # The version of each weight when it agreed with its remainder.
-        self._seen: dict[Tensor, int] = {}
+        # The marks of each weight when it agreed with its remainder.
+        self._seen: dict[Tensor, bytes] = {}
         super().__init__(params, {})
         self.inner = kind([self._of_proxies(group) for group in self.param_groups], **options)
         self.defaults = self.inner.defaults
@@ -115,7 +116,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         """Gives the inner optimizer the groups as they are now: amp puts masters there, and programs edit them."""
         assert self.inner is not None
         members = {p for group in self.param_groups for p in group["params"]}
-        self._seen = {p: version for p, version in self._seen.items() if p in members}
+        self._seen = {p: mark for p, mark in self._seen.items() if p in members}
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
         self.inner.param_groups[:] = map(self._of_proxies, self.param_groups)
 
@@ -177,7 +178,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                     p.copy_(high)
                     state = self.state[p]
                     state[_KEY] = state[_KEY].copy_(low) if _KEY in state else low
-                    self._seen[p] = p._version
+                    self._seen[p] = marks([p])
             bump_versions([p for p in chunk if p.dtype != torch.bfloat16])
         finally:
             for p in chunk:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._decorators import arriving, host_may_read
 from ampctx._errors import AmpStallError, listed
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach, ops
@@ -335,11 +336,6 @@ Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
 
 
-def host_may_read() -> bool:
-    """Whether the host may read the device. Not while a CUDA graph is captured."""
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
 def is_to_tell(before: int, skipped: int) -> bool:
     """Whether skips are logged: the first eight, then powers of two, so that a run that overflows forever does not fill
     the log."""
@@ -547,7 +543,7 @@ class StepRecord:
         """Reads counts that have arrived, and starts the next copy. No host sync."""
         if type(self._counts) is not Tensor:  # None, or of FakeTensorMode, which has no numbers
             return
-        numbers, event = self._copy = self._copy or _copied(self._counts)
+        numbers, event = self._copy = self._copy or arriving(self._counts)
         if event is None or event.query():
             self._copy = None
             if (values := numbers.tolist())[:2] != [self._reported, self.in_a_row]:
@@ -570,14 +566,3 @@ class StepRecord:
         self._scales_after.extend((loss_id, value) for loss_id, _, value in losses)
         if self._report is not None:
             self._report(before, now, losses, culprits, self.history.count + 1)
-
-
-def _copied(counts: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Counts on their way to the host, and the event of their arrival. None: they are there."""
-    if not counts.is_cuda:
-        return counts.cpu(), None
-    numbers = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-    numbers.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(counts.device))
-    return numbers, event

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
+from ampctx._data_writes import DataWrites
 from ampctx._decorators import without_grad
 from ampctx._errors import AmpError
 from ampctx._plan import PLANS
@@ -24,6 +24,7 @@ from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
+from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import advanced, changed, have_members, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
@@ -33,9 +34,6 @@ from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
-# an optimizer or is unfrozen then gets all bits.
-LOADED: Any = WeakIdKeyDictionary()
 
 
 class MasterParams:
@@ -91,8 +89,6 @@ class MasterParams:
         # allowed.
         self._takes_frozen = bool(originals) or allows_16bit
         self._low: set[int] = set()
-        # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
-        self._left: Any = WeakIdKeyDictionary()
         # Parameters without master that ``initialize`` has cast, with their former dtype.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # Names of parameters whose gradient was dropped when they joined.
@@ -109,6 +105,7 @@ class MasterParams:
         # The optimizer may have moved masters, and the weights have yet to follow.
         self.ahead = False
         self._members: list[list[Tensor]] = []
+        self._data_writes = DataWrites()
         self.follow(originals=originals)
         if master_weights:
             ALIVE.add(self)
@@ -133,9 +130,7 @@ class MasterParams:
         optimizer, originals = self._optimizer(), originals or {}
         groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
-        left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
-        # By the ids of both.
-        pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}
+        pair_of = {id(t): pair for pair in self.pairs for t in pair}  # by the ids of both
         pairs: list[tuple[Tensor, Tensor]] = []
         plain: list[Tensor] = []
         frozen: list[Tensor] = []
@@ -171,13 +166,9 @@ class MasterParams:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
-        for p, master in left:
-            if id(master) in stands_for:
-                master.copy_(resynced(p, master))  # what the program has written since it left
-                del self._left[p]
         for p, master in self.pairs:
             if id(master) not in stands_for:
-                self._left[p] = weakref.ref(master)
+                _move_state(optimizer, master, p, torch.float32)  # for when it comes back
         for p in plain:
             original = originals.get(p)
             if p.dtype in LOW_PRECISION and (p.requires_grad or self._takes_frozen) and id(p) not in known:
@@ -189,10 +180,6 @@ class MasterParams:
             _move_state(optimizer, p, master, torch.float32)
         self.pairs, self.params_without_master, self._frozen = pairs, plain, frozen
         self._derive(optimizer)
-        for p, _ in made:
-            value, version = LOADED.pop(p, (None, 0))
-            if version == version_of(p):
-                self.take_loaded(p, value)
         for p in (*plain, *(p for p, _ in made)) if drop_grads else ():
             if id(p) not in known and p.grad is not None:
                 p.grad = None
@@ -333,43 +320,61 @@ class MasterParams:
 
     @without_grad
     def resync(self, before_step: bool = False) -> None:
-        """Lets masters and weights agree again. Of what was written since they did: where a weight is not the rounded
-        master, the master takes its value; where only the master was written, the weight is rounded again.
-        ``before_step``: that may wait, as the step or the next forward rounds.
-
-        Versions tell what was written. While ``unsure``, every weight counts as written.
+        """Lets masters and weights agree again, at a block, a step or a read of masters. Of what was written since they
+        did: where a weight is not the rounded master, the master takes its value; where only the master was written,
+        the weight is rounded again. ``before_step``: that may wait, as the step or the next forward rounds.
         """
-        if self.ahead:
-            self.copy_to_model()
-        if not self.pairs:
+        is_idle = before_step and not (self.ahead or self.unsure)
+        if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
             return
-        of_weights = marks(self.params_with_master)
-        if before_step and of_weights == self._agreed[0] and not self.unsure:
-            return
-        if (now := (of_weights, marks(self.masters))) == self._agreed and not self.unsure:
-            return
-        written = changed(self.params_with_master, self._agreed[0], now[0])
-        written |= changed(self.masters, self._agreed[1], now[1])
-        rounded = []
-        for p, master in self.pairs:
-            if id(master) in written and id(p) not in written:
-                rounded.append((p, master))
-            elif self.unsure or id(p) in written:
-                if p.numel() and not p.untyped_storage().nbytes():
-                    raise AmpError(
-                        f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see "
-                        "whether its fp32 master has to follow. Restore the storage and its values before that."
-                    )
-                master.copy_(resynced(p, master))
-        if rounded:
-            params, masters = map(list, zip(*rounded, strict=True))
-            foreach.scale(masters, params, Unread(), 1.0)
-        self.agree()
+        self.round_again()
+        for p in (written := self.written()):
+            self._master_of[id(p)].copy_(self.exact(p))
+        if written:
+            self.agree()
 
     def round_again(self) -> None:
-        """``resync`` before a forward, which may be one of an evaluation. No host sync."""
-        if self.pairs and (self.ahead or (marks(self.params_with_master), marks(self.masters)) != self._agreed):
-            self.resync()
+        """Lets weights follow masters that the program has written. Weights that it has written stay, and so do their
+        masters: an average that is swapped in for a validation goes out again. No host sync."""
+        if self.ahead:
+            self.copy_to_model()
+        elif self.pairs and (now := marks(self.masters)) != self._agreed[1]:
+            self._round(changed(self.masters, self._agreed[1], now), now)
+
+    @torch.no_grad()
+    def _round(self, moved: set[int], now: bytes) -> None:
+        params, before = self.params_with_master, self._agreed[0]
+        written = changed(params, before, marks(params))
+        if pairs := [(p, master) for p, master in self.pairs if id(master) in moved and id(p) not in written]:
+            foreach.scale([master for _, master in pairs], [p for p, _ in pairs], Unread(), 1.0)
+        after = marks(params)
+        each = ((before if id(p) in written else after, 16 * i) for i, p in enumerate(params))
+        self._agreed = b"".join(of[at : at + 16] for of, at in each), now
+
+    def written(self) -> list[Tensor]:
+        """The weights that the program has written since both agreed, as versions tell. While ``unsure``, all."""
+        ids = changed(self.params_with_master, self._agreed[0], marks(self.params_with_master))
+        return [p for p in self.params_with_master if self.unsure or id(p) in ids] if ids or self.unsure else []
+
+    def exact(self, p: Tensor) -> Tensor:
+        """The fp32 value of a model parameter: its master, and what the program has written in place of that."""
+        if p.numel() and not p.untyped_storage().nbytes():
+            raise AmpError(
+                f"{self._name_of(p)} has no memory: its storage was freed. amp reads the weight here, to see whether "
+                "its fp32 master has to follow. Restore the storage and its values before that."
+            )
+        return resynced(p, self._master_of[id(p)])
+
+    def written_through_data(self) -> list[str]:
+        """The names of weights that were written in a way that no version tells. After ``resync``. No host sync."""
+        is_due = bool(self.pairs) and self._data_writes.is_due() and not is_watched()
+        looks = is_due and not self.unsure and marks(self.masters) == self._agreed[1]
+        return list(map(self._name_of, self._data_writes.found(self.pairs))) if looks else []
+
+    def values(self) -> dict[Tensor, Tensor]:
+        """The fp32 value of each model parameter with a master: the master, if the program has not written it."""
+        self.round_again()
+        return {p: master.detach() for p, master in self.pairs} | {p: self.exact(p) for p in self.written()}
 
     @torch.no_grad()
     def take_broadcast(self, weights_final: bool) -> None:

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.masters import ALIVE, LOADED, MasterParams
-from ampctx.weights.store import resynced
+from ampctx.weights.masters import ALIVE, MasterParams
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
@@ -32,9 +30,8 @@ class ShowMasters(UpcastEntries):
         # Values that the user's code has made from the parameter are shown themselves.
         if masters is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
-        masters.resync()
-        # Resynced, so that weights swapped in (of an average, say) count as well.
-        exact = resynced(*masters.pairs_of([t])[0])
+        masters.round_again()
+        exact = masters.exact(t)
         if not value.requires_grad:
             return exact
         # keep_vars: the entry must stay connected to the parameter, so set its values without autograd.
@@ -63,10 +60,8 @@ class _MastersFollow(ModelHook):
         for own, state_dict, prefix in incoming:
             for name, p in own.items():
                 value = state_dict.get(prefix + name)
-                for masters in (owners := _masters_with(p)):
+                for masters in _masters_with(p):
                     masters.take_loaded(p, value)
-                if not owners and isinstance(value, Tensor):
-                    LOADED[p] = value, version_of(p)
         # Includes modules that were added later and have no hooks.
         _loading(list(module.parameters()))
 

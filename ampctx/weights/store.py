@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import join, spacing, split
 
 
@@ -80,11 +81,10 @@ def joined(p: Tensor, state: Mapping[str, Any]) -> Tensor | None:
     return None
 
 
-def follow(p: Tensor, state: Mapping[str, Any], seen: MutableMapping[Tensor, int]) -> None:
-    """Resyncs a state from a weight that was changed. ``seen``: the versions of weights that agree."""
-    # _version is private; nothing public shows a write to a tensor without reading it.
-    if seen.get(p) != p._version:
-        seen[p] = p._version
+def follow(p: Tensor, state: Mapping[str, Any], seen: MutableMapping[Tensor, bytes]) -> None:
+    """Resyncs a state from a weight that was changed. ``seen``: the marks of weights that agree."""
+    if seen.get(p) != (now := marks([p])):
+        seen[p] = now
         for store in STORES.values():
             if store.key in state:
                 store.resync(p, state[store.key])

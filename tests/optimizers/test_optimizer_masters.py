@@ -9,9 +9,9 @@ from optimizer_cases import BY_NAME, LOW, OWN_MASTERS, STATE, give, gradients, m
 from torch import nn
 
 from ampctx._errors import AmpValueError
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import join
 from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _base
-from ampctx.weights.store import follow
 
 BF16 = torch.bfloat16
 
@@ -61,12 +61,7 @@ def test_fp32_parameters_have_no_master():
     assert "master_param" not in optimizer.state[full[0]]
     assert optimizer.param_groups_master[0]["params"][0] is full[0]
     assert optimizer.param_groups_master[0]["params"][1] is optimizer.state[half[0]]["master_param"]
-
-
-def test_without_masters_there_is_nothing_to_list():
-    optimizer = FusedAdam(parameters(shapes=[(3,), (2,)]))
-    run(optimizer, 1)
-    assert optimizer.param_groups_master == [{"params": [None, None]}]
+    assert FusedAdam(full + half).param_groups_master == [{"params": [None, None]}]
 
 
 # --- the model may change ---------------------------------------------------------------------------------------------
@@ -83,46 +78,55 @@ def load_state_dict(p):
     module.load_state_dict({"p": torch.cat([torch.tensor([7.0]), p.detach().float()[1:]])})
 
 
+@pytest.mark.parametrize("left_out", [False, True])
 @pytest.mark.parametrize("change", [in_place, load_state_dict])
-def test_masters_follow_a_changed_model_element_by_element(change):
-    (p,) = parameters(BF16, shapes=[(6,)])
-    optimizer = FusedSGD([p], lr=1e-4, master_weights=True)
+def test_masters_follow_a_changed_model_element_by_element(change, left_out):
+    """Also where the next step leaves the parameter out."""
+    other, p = parameters(BF16, shapes=[(3,), (6,)])
+    optimizer = FusedSGD([other, p], lr=1e-4, master_weights=True)
     run(optimizer, 3)
-    before = masters_of(optimizer)[0].clone()
+    before = masters_of(optimizer)[1].clone()
     assert not torch.equal(before, p.detach().float())
     change(p)
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
+    for grad in (None, torch.zeros_like(p)) if left_out else (torch.zeros_like(p),):
+        p.grad = grad
+        optimizer.step()
     expected = before.clone()
     expected[0] = 7.0
-    assert_same([masters_of(optimizer)[0]], [expected])
+    assert_same([masters_of(optimizer)[1]], [expected])
     assert torch.equal(p, expected.to(BF16))
 
 
-def test_a_change_through_data_needs_the_method():
-    (p,) = parameters(BF16, shapes=[(6,)])
-    optimizer = FusedSGD([p], lr=1e-4, master_weights=True)
-    run(optimizer, 3)
+@pytest.mark.parametrize("steps", [1, 3, 99])
+def test_a_change_through_data_needs_the_method_and_is_told_by_name(steps, caplog):
+    other, p = parameters(BF16, shapes=[(3,), (6,)])
+    optimizer = FusedSGD([other, p], lr=1e-4, master_weights=True)
+    run(optimizer, steps)
+    p.data[1] = 3.0
+    run(optimizer, 101 - steps)
+    assert p[1] != 3.0, "the docs say that this is not seen: correct them"
+    (told,) = caplog.messages
+    assert "param_groups[0]['params'][1] was written through .data" in told
     p.data[0] = 7.0
     optimizer.masters_follow_model()
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert p[0] == 7.0
-    p.data[0] = 3.0
-    optimizer.step()
-    assert p[0] == 7.0, "the docs say that this is not seen: correct them"
-
-
-def test_a_change_is_seen_although_the_next_step_leaves_the_parameter_out():
-    changed, other = parameters(BF16, shapes=[(6,), (3,)])
-    optimizer = FusedSGD([changed, other], lr=1e-4, master_weights=True)
     run(optimizer, 1)
-    in_place(changed)
-    give([changed, other], [None, torch.ones_like(other)])
-    optimizer.step()
-    changed.grad = torch.zeros_like(changed)
-    optimizer.step()
-    assert changed[0] == 7.0
+    assert p[0] == 7.0
+
+
+@pytest.mark.parametrize("kept", [True, "split"])
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_weights_that_replace_those_of_a_parameter_are_stepped(name, kept):
+    """As ``p.data = new`` does: the version stays, the memory is another."""
+    pairs = [(ours := parameters(BF16), BY_NAME[name](ours, master_weights=kept)) for _ in range(2)]
+    for ours, optimizer in pairs:
+        run(optimizer, 3)
+        for p in ours:
+            p.data = torch.full_like(p, 5.0)
+        if ours is pairs[1][0]:
+            optimizer.masters_follow_model()
+        run(optimizer, 2, first=3)
+    assert_same(*(masters_of(optimizer) for _, optimizer in pairs))
+    assert all(((p - 5).abs() < 0.5).all() for p in pairs[0][0])
 
 
 @pytest.mark.parametrize("through_data", [False, True], ids=["in-place", "through-data"])
@@ -175,13 +179,7 @@ def test_unchanged_weights_cost_no_pass(mode, monkeypatch):
     optimizer = FusedAdam(ours, **mode)
     run(optimizer, 2)
     followed = []
-    assert optimizer._seen == {p: p._version for p in ours}
-
-    def noted(p, state, seen):
-        followed.append(p._version != seen.get(p))
-        follow(p, state, seen)
-
-    monkeypatch.setattr(_base, "follow", noted)
+    monkeypatch.setattr(_base, "follow", lambda p, _, seen: followed.append(marks([p]) != seen.get(p)))
     run(optimizer, 1, first=2)
     with torch.no_grad():
         ours[0].add_(0)

@@ -33,9 +33,9 @@ BY_ITSELF = ("FusedAdam-masters", "FusedAdam-split", "FusedAdam-kahan", "FusedAd
 # torch's own fused SGD (2.13) steps fp16 parameters on the CPU from memory that nobody wrote: no two runs agree.
 UNUSABLE = ("O3", "SGD-fused")
 # Where in an iteration the run is saved.
-MOMENTS = ("after the step", "after a skip", "before the first block", "found_inf set", "found_inf deferred")
+MOMENTS = ("after the step", "after a skip", "before the first block")
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
-SAVED_AT = 6
+SAVED_AT, LOSSES = 6, 10
 # The iteration whose gradients overflow, besides those of a moment.
 OVERFLOWS_AT = SAVED_AT + 4
 
@@ -46,17 +46,16 @@ class Case(NamedTuple):
     level: str
     optimizer: str
     moment: str = "after the step"
-    losses: int = 10
     order: tuple[str, ...] = ORDERS[0]
     masters: bool = True
 
     def __str__(self) -> str:
-        parts = [*self[:3], str(self.losses), *self.order, *(["masters"] if self.masters else [])]
+        parts = [*self[:3], *self.order, *(["masters"] if self.masters else [])]
         return "-".join(parts).replace(" ", "_")
 
 
 class Run:
-    """One training run; ``moment`` is where the iteration ``SAVED_AT`` breaks off and ``finish`` goes on."""
+    """One training run, saved before the iteration ``SAVED_AT``."""
 
     def __init__(self, case: Case, seed: int):
         self.case, self.session = case, AmpSession()
@@ -76,9 +75,9 @@ class Run:
         self.session.load_state_dict({"loss_scaler0": entry, "loss_scaler1": entry})
         return self
 
-    def loss(self, step, part=0):
+    def loss(self, step):
         # The CPU's alone: torch.manual_seed formats three stacks, to seed other devices later.
-        torch.default_generator.manual_seed(100 * step + part)
+        torch.default_generator.manual_seed(100 * step + 2)
         loss = self.model(torch.randn(16, 4)).float().square().mean()
         overflows = step == OVERFLOWS_AT or (step == SAVED_AT - 1 and self.case.moment == "after a skip")
         return loss * torch.inf if overflows and self.dynamic else loss
@@ -87,25 +86,12 @@ class Run:
     def dynamic(self):
         return self.case.level in ("O1", "O2")
 
-    def block(self, loss, **kwargs):
-        backward(self.session, loss, self.optimizer, **kwargs)
-        return loss.item()
-
-    def begin(self, step):
-        """The first part of an iteration, up to the moment."""
-        moment = self.case.moment
-        if moment == "found_inf set":
-            return self.block(self.loss(step) * (torch.inf if step == SAVED_AT and self.dynamic else 1.0))
-        if moment == "found_inf deferred":
-            factor = torch.inf if step == SAVED_AT and self.dynamic else 1.0
-            return self.block(self.loss(step) * factor, delay_overflow_check=True)
-        return 0.0
-
     def finish(self, step):
-        loss = self.block(self.loss(step, 2))
+        loss = self.loss(step)
+        backward(self.session, loss, self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        return loss.item()
 
     def saved(self):
         return {
@@ -121,19 +107,13 @@ class Run:
         return self
 
     def until_saved(self):
-        first = self.case.moment == "before the first block"
-        if not first:
-            for step in range(SAVED_AT):
-                self.begin(step)
-                self.finish(step)
-            self.begin(SAVED_AT)
+        for step in range(SAVED_AT if self.case.moment != "before the first block" else 0):
+            self.finish(step)
         return self
 
     def rest(self):
         """What comes after the save: losses, scales, every parameter, master, buffer and piece of state."""
-        losses = [self.finish(SAVED_AT)]
-        for step in range(SAVED_AT + 1, SAVED_AT + self.case.losses):
-            losses.append(self.begin(step) + self.finish(step))
+        losses = [self.finish(step) for step in range(SAVED_AT, SAVED_AT + LOSSES)]
         weights = [*self.model.parameters(), *self.session.master_params(self.optimizer)]
         return {"losses": losses, **self.saved(), "weights": [p.detach().clone() for p in weights]}
 

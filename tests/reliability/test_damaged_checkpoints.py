@@ -84,8 +84,6 @@ DAMAGE = {
     "no optimizer": (put([], "optimizers"), AmpValueError, r'"optimizers"\] has 0 entries, and 1 optimizers'),
     "optimizers no list": (put({}, "optimizers"), AmpTypeError, r'"optimizers"\] must be a list, got dict'),
     "optimizer no dict": (put(3, *FIRST), AmpTypeError, r'"optimizers"\]\[0\] must be a dict, got int'),
-    "deferred unknown": (put({5: True}, "deferred"), AmpKeyError, r'"deferred"\] has 5, expected ids from 0 to 1'),
-    "deferred no bool": (put({0: 1.0}, "deferred"), AmpTypeError, r'"deferred"\]\[0\] must be a bool, got float'),
     "unknown entry": (put({}, *FIRST, "gradients"), AmpKeyError, r'\[0\] has "gradients", which this version'),
     "count": (put(5, *FIRST, "params"), AmpValueError, r'\["params"\] is 5, and the optimizer has 6 parameters'),
     "masters missing": (drop(*FIRST, "masters"), AmpKeyError, r'\["optimizers"\]\[0\] has no "masters"'),
@@ -97,7 +95,6 @@ DAMAGE = {
         r'\["masters"\]\[4\] is of shape \(8, 2\).*expected \(2, 8\)'),
     "master's dtype": (change(torch.Tensor.half, *FIRST, "masters", 4), AmpValueError, r"torch.float16, expected"),
     "master no tensor": (put([1.0], *FIRST, "masters", 4), AmpTypeError, r'\["masters"\]\[4\] must be a Tensor'),
-    "latch unknown": (put({2: True}, *FIRST, "overflows"), AmpKeyError, r'\["overflows"\] has 2, .* from -1 to 1'),
     "master on meta": (change(lambda m: m.to("meta"), *FIRST, "masters", 4), AmpValueError,
         r'\["masters"\]\[4\] is torch.strided on meta, expected a dense'),
     "master sparse": (change(torch.Tensor.to_sparse, *FIRST, "masters", 4), AmpValueError,
@@ -107,9 +104,6 @@ DAMAGE = {
     "names no list": (put({}, *FIRST, "names"), AmpTypeError, r'\["names"\] must be a list, got dict'),
     "another name": (put("head.weight", *FIRST, "names", 4), AmpValueError,
         r'\["names"\]\[4\] is \'head.weight\', and that parameter is \'3.weight\' here'),
-    "scales missing": (drop(*FIRST, "scales"), AmpKeyError, r'\["optimizers"\]\[0\] has no "scales"'),
-    "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected ids from 0 to 1'),
-    "scale of 0": (put(0.0, *FIRST, "scales", 0), AmpValueError, r'\["scales"\]\[0\] is 0.0: a loss scale must be'),
 }  # fmt: skip
 
 

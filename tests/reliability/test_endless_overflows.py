@@ -145,7 +145,7 @@ def test_word_that_arrives_late(session, make, name, monkeypatch):
         def query(self):
             return bool(arrived)
 
-    monkeypatch.setattr(step_record, "_copied", lambda counts: (counts.clone(), Event()))
+    monkeypatch.setattr(step_record, "arriving", lambda counts: (counts.clone(), Event()))
     loop = make(session, name, max_consecutive_skips=2)
     for _ in range(8):
         loop.iterate(0, POISON)

@@ -352,11 +352,19 @@ def test_a_model_halved_without_masters_is_refused(session, level):
     step(session, model, optimizer, a=1.0)
 
 
+@few_optimizers
 @cast_levels
-def test_swapped_tensors_are_refused_by_torch(session, level):
-    model, _optimizer = under_amp(session, level, names="a")
-    with pytest.raises(RuntimeError, match="Cannot swap"):
-        torch.utils.swap_tensors(model["a"], nn.Parameter(torch.zeros(3, dtype=model["a"].dtype)))
+def test_swapped_tensors_are_the_weights(session, level, name):
+    """As ``torch.__future__.set_swap_module_params_on_conversion`` has conversions of a model put in."""
+    model, optimizer = under_amp(session, level, name, names="a")
+    for value in (2.0, 4.0):
+        step(session, model, optimizer, a=1.0)
+        assert (model["a"] < value).all()
+        assert (model["a"] > value - 1).all()
+        torch.utils.swap_tensors(model["a"], nn.Parameter(torch.full((3,), 4.0, dtype=model["a"].dtype)))
+    torch.utils.swap_tensors(model["a"], nn.Parameter(torch.full((3,), 8.0)))
+    session.reset()  # although the weight is no 16-bit one any more
+    assert model["a"].dtype == torch.float32
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -6,23 +6,15 @@ import pytest
 import torch
 from kit import LEVELS, assert_same
 from rank_processes import run_ranks
-from resumed_runs import BY_ITSELF, KINDS, MOMENTS, ORDERS, UNUSABLE, Case, Run
+from resumed_runs import BY_ITSELF, KINDS, LOSSES, MOMENTS, ORDERS, UNUSABLE, Case, Run
 
-AFTER_THE_STEP = [
+CASES = [
     Case(level, name, moment, order=order, masters=masters)
     for (level, name, moment, masters), order in zip(
-        itertools.product(LEVELS, KINDS, MOMENTS[:2], (False, True)), itertools.cycle(ORDERS), strict=False
+        itertools.product(LEVELS, KINDS, MOMENTS, (False, True)), itertools.cycle(ORDERS), strict=False
     )
     if (name not in BY_ITSELF or level == "O3") and (level, name) != UNUSABLE
 ]
-IN_THE_MIDDLE = [
-    Case(level, name, moment, losses=8)
-    for moment in MOMENTS[2:]
-    # The state has no gradients: after an overflow the step is skipped, and needs none.
-    for level in (("O1", "O2") if "found_inf" in moment else ("O0", "O1", "O2", "O3", "O5"))
-    for name in ("FusedAdam", "Adam-fused", "SGD-plain")
-]
-IN_THE_MIDDLE = [case._replace(order=ORDERS[i % len(ORDERS)]) for i, case in enumerate(IN_THE_MIDDLE)]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +38,11 @@ def results(request, tmp_path_factory):
     return lambda case: (went_on[case], torch.load(directory / f"resumed-{case}.pt", weights_only=True))
 
 
-def assert_resumed(results, case):
+@pytest.mark.full(but=36)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_three_states_resume_bit_for_bit(results, case):
     went_on, resumed = results(case)
     assert resumed["losses"] == went_on["losses"]
-    assert len(went_on["losses"]) == case.losses
+    assert len(went_on["losses"]) == LOSSES
     assert torch.tensor(went_on["losses"][5:]).isfinite().all()
     assert_same(resumed, went_on)
-
-
-@pytest.mark.full(but=24)
-@pytest.mark.parametrize("case", AFTER_THE_STEP, ids=str)
-def test_the_three_states_resume_bit_for_bit(results, case):
-    assert_resumed(results, case)
-
-
-@pytest.mark.full(but=15)
-@pytest.mark.parametrize("case", IN_THE_MIDDLE, ids=str)
-def test_saved_at_any_moment_of_an_iteration(results, case):
-    assert_resumed(results, case)
