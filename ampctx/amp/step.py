@@ -46,17 +46,16 @@ from ampctx.weights.waiting import Waiting
 class FoundInfFlags:
     """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
 
-    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
-    those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
-    flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
-    ``undecided``: the flag of the latest block while ranks have yet to agree on it.
+    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean, or until the
+    gradients are zeroed. ``_final``: those that ``drop_provisional`` leaves. ``_taken``: those of a running step, which
+    come back for a second try if it raises. ``scales_used``: the factors of the losses. ``undecided``: the flag of the
+    latest block while ranks have yet to agree on it.
     """
 
     def __init__(self) -> None:
         self.by_loss: Flags = {}
         self._final: Flags = {}
         self._taken: tuple[Flags, Flags] | None = None
-        self._of_failed_step = False
         self.scales_used: dict[int, Factor] = {}
         self.undecided: Waiting | None = None
 
@@ -95,15 +94,14 @@ class FoundInfFlags:
             self.undecided.drop()
             self.undecided = None
 
-    def drop_failed(self, is_incomplete: bool) -> None:
-        """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
-        if has_failed := self.undecided is not None and self.undecided.failed:
+    def zeroed(self) -> None:
+        """Drops the flags of gradients that are gone."""
+        if self.undecided is not None and self.undecided.failed:
             self.drop_undecided()
-        if has_failed or is_incomplete or self._of_failed_step:
-            self.clear()
+        self.clear()
 
     def clear(self) -> None:
-        self.by_loss, self._final, self._taken, self._of_failed_step = {}, {}, None, False
+        self.by_loss, self._final, self._taken = {}, {}, None
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
@@ -121,8 +119,6 @@ class FoundInfFlags:
         if self._taken is not None:
             taken, final = self._taken
             self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
-        # Also for flags of a block before the step: zeroing the gradients clears them.
-        self._of_failed_step = True
 
 
 class OptimizerBinding:
@@ -575,7 +571,7 @@ class OptimizerBinding:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()
-        self.flags.drop_failed(self.gradients.incomplete)
+        self.flags.zeroed()
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
