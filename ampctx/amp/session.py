@@ -373,8 +373,8 @@ class AmpSession:
                 scaled_loss.backward()
 
         After the block ``amp.master_params(optimizer)`` hold unscaled gradients, added to those of earlier blocks. If
-        one is inf or nan, the next ``optimizer.step()`` is skipped and a dynamic scale falls. Call ``zero_grad()``
-        after a skipped step as well: gradients that are still inf or nan skip the next one, too.
+        one is inf or nan, a dynamic scale falls, and the next ``optimizer.step()`` is skipped unless ``zero_grad()``
+        comes before it. Call that after a skipped step as well: gradients that are still inf or nan skip the next one.
 
         An exception in the block restores the gradients from before it, and undoes SAM's ``first_step``. If it comes
         while the block adds gradients up, steps and blocks raise until ``optimizer.zero_grad()``. Use the blocks of a

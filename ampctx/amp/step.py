@@ -44,16 +44,15 @@ from ampctx.weights.step import Step, has_parameter
 class FoundInfFlags:
     """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
 
-    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean. ``_final``:
-    those that ``drop_provisional`` leaves. ``_taken``: those of a running step. ``_of_failed_step``: a step raised. The
-    flags stay for a second try, until the gradients are zeroed. ``scales_used``: the factors of the losses.
+    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean, or until the
+    gradients are zeroed. ``_final``: those that ``drop_provisional`` leaves. ``_taken``: those of a running step, which
+    come back for a second try if it raises. ``scales_used``: the factors of the losses.
     """
 
     def __init__(self) -> None:
         self.by_loss: Flags = {}
         self._final: Flags = {}
         self._taken: tuple[Flags, Flags] | None = None
-        self._of_failed_step = False
         self.scales_used: dict[int, Factor] = {}
 
     @property
@@ -77,13 +76,8 @@ class FoundInfFlags:
                 if loss_id in self._final:
                     self.by_loss[loss_id] = self._final[loss_id]
 
-    def drop_failed(self, is_incomplete: bool) -> None:
-        """Drops the flags of a block or step that an exception has ended. ``is_incomplete``: so are the gradients."""
-        if is_incomplete or self._of_failed_step:
-            self.clear()
-
     def clear(self) -> None:
-        self.by_loss, self._final, self._taken, self._of_failed_step = {}, {}, None, False
+        self.by_loss, self._final, self._taken = {}, {}, None
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
@@ -101,8 +95,6 @@ class FoundInfFlags:
         if self._taken is not None:
             taken, final = self._taken
             self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
-        # Also for flags of a block before the step: zeroing the gradients clears them.
-        self._of_failed_step = True
 
 
 class OptimizerBinding:
@@ -529,7 +521,7 @@ class OptimizerBinding:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()
-        self.flags.drop_failed(self.gradients.incomplete)
+        self.flags.clear()
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:

@@ -83,7 +83,6 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
 # --- skips ------------------------------------------------------------------------------------------------------------
 
 
-# What comes between an overflow and the step, and how often it halves the two scales.
 @pytest.mark.filterwarnings("error")
 @dynamic_levels
 @each_make

@@ -75,11 +75,11 @@ def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
 
 
 def optimizer(kind: str) -> SimpleNamespace:
-    """``flags``: the losses that overflowed since the last step, -1: outside of blocks; they skip the next one.
-    ``checked``, ``stepped``, ``failed``: a block has checked gradients since the last step, a step has left some, a
-    step has raised: its flags stay until the gradients are zeroed. ``window``: the loss of the latest delayed block.
-    ``open``: how many blocks are. ``scales``: of each loss since the last step. ``outcomes``: of steps, both."""
-    facts = dict.fromkeys(("checked", "stepped", "failed"), False)
+    """``flags``: the losses that overflowed since the last step or zeroing, -1: outside of blocks; they skip the next
+    step. ``checked``, ``stepped``: a block has checked gradients since then, a step has left some. ``window``: the loss
+    of the latest delayed block. ``open``: how many blocks are. ``scales``: of each loss since the last step.
+    ``outcomes``: of steps, both."""
+    facts = dict.fromkeys(("checked", "stepped"), False)
     return SimpleNamespace(kind=kind, window=None, open=0, flags=set(), scales={}, outcomes=[], **facts)
 
 
@@ -360,8 +360,7 @@ class Training(RuleBasedStateMachine):
         for p in self.members(i).values():
             p.grad = None if to_none or p.grad is None else torch.zeros_like(p.grad)
             p.plain = p.window = None
-        if opt.failed:
-            opt.flags, opt.checked, opt.failed = set(), False, False
+        opt.flags, opt.checked = set(), False
         opt.window, opt.stepped = None, False
 
     def zero_all(self):
@@ -436,14 +435,10 @@ class Training(RuleBasedStateMachine):
                 p.grad = grad
         elif opt.window is None and self.left_bad(opt, [p.grad for p in self.members(i).values() if not p.has_master]):
             opt.flags.add(-1)
-        opt.failed = True
 
     @precondition(lambda self: self.idle)
     @rule(i=OPTS, spec=PLAIN_BLOCKS)
     def step_with_closure(self, i, spec):
-        if self.opts[i].flags:
-            return  # the host skips without evaluating, the device does not
-
         def closure():
             self.zero_grad(i, True)
             self.run_block(inside, True)
@@ -454,7 +449,6 @@ class Training(RuleBasedStateMachine):
         if spec.fails:
             with pytest.raises(Boom):
                 self.optimizers[i].step(closure)
-            self.opts[i].failed = True
         else:
             self.optimizers[i].step(closure)
             self.end_step(i)
@@ -488,7 +482,7 @@ class Training(RuleBasedStateMachine):
         if update is None or skipped:
             opt.outcomes.append((opt.flags, opt.scales))
             opt.scales = {}
-        opt.flags, opt.checked, opt.failed = set(), False, False
+        opt.flags, opt.checked = set(), False
         opt.stepped = True
         return skipped
 
