@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._data_writes import DataWrites, message
-from ampctx._decorators import without_grad
+from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
@@ -60,6 +60,7 @@ def _profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """torch's step hooks, and its label for profilers, which costs as much as a tenth of a small step: only where
     somebody sees them."""
     whole: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)
+    beside_graphs = outside_of_graphs(whole)
     # Private: what register_optimizer_step_pre_hook and register_optimizer_step_post_hook fill. None in a torch without
     # them: then torch's own wrapper stays.
     before = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", None)
@@ -71,7 +72,8 @@ def _profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         of_own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         if of_own or before or after or torch.compiler.is_compiling() or _may_be_profiled():
-            return whole(self, *args, **kwargs)
+            # A program that compiled ``optimizer.step`` before amp.initialize compiles what amp calls.
+            return (beside_graphs if "given" in kwargs else whole)(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
     return wrapper
@@ -511,8 +513,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return states
 
     def _forms(self, p: Tensor, group: Group) -> Forms:
-        in_codes = p.numel() >= _state_types.smallest_coded(group)
-        return _state_types.forms_of(SPECS[self._op_of(group)], group, in_codes)
+        return _state_types.forms_of(SPECS[self._op_of(group)], group, p.numel() >= _state_types.smallest_coded(group))
 
     @torch.no_grad()
     def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
@@ -689,8 +690,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _useless_state(self, p: Tensor) -> set[str]:
         """The state keys of a checkpoint that this optimizer never reads for ``p``."""
-        used = self.layout_of(p)
-        return {key for write_back, key in EXTRAS.items() if write_back != used}
+        return {*EXTRAS.values()} - {EXTRAS.get(self.layout_of(p))}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """Converts the layout of other optimizers' checkpoints: apex has one step count for a group."""

@@ -36,20 +36,6 @@ class AdaBelief(ByParameter):
         p.addcdiv_(m, (s / bias2).sqrt().add_(eps), value=-lr / bias1)
 
 
-class Shampoo(ByParameter):
-    """Gupta et al. 2018: a preconditioner for each dimension, state of another shape than the parameter."""
-
-    def update(self, p, grad, state, lr, eps=1e-2):
-        update = grad
-        for i, n in enumerate(p.shape):
-            flat = grad.transpose(0, i).reshape(n, -1)
-            sums = state.setdefault(f"precond_{i}", eps * torch.eye(n)).add_(flat @ flat.T)
-            values, vectors = torch.linalg.eigh(sums)
-            root = vectors @ torch.diag(values.clamp(min=eps) ** (-0.5 / p.dim())) @ vectors.T
-            update = torch.tensordot(root, update.transpose(0, i), 1).transpose(0, i)
-        p.sub_(update, alpha=lr)
-
-
 class Muon(ByParameter):
     """Jordan et al. 2024: orthogonalized momentum."""
 
@@ -194,7 +180,6 @@ MAKE = {
     "lookahead": lambda params: Lookahead(torch.optim.Adam(params, lr=0.02)),
     "sam": lambda params: SAM(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
     "adabelief": partial(AdaBelief, lr=0.02),
-    "shampoo": partial(Shampoo, lr=0.3),
     "muon and adabelief": lambda params: by_shape(*params),
     "adafactor": partial(Adafactor, lr=0.05),
 }
