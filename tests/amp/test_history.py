@@ -260,16 +260,16 @@ def test_wrong_arguments(session):
 # --- GradScaler -------------------------------------------------------------------------------------------------------
 
 
-def scaled_step(scaler, model, optimizer, bad=False):
+def scaled_step(scaler, model, optimizer, bad=False, max_norm=1.0):
     scaler.scale(model(batch()).square().mean()).backward()
     if bad:
         next(model.parameters()).grad.view(-1)[0] = INF
     scaler.unscale_(optimizer)
-    norm = clip_grad_norm_(model.parameters(), 1.0)
+    norm = clip_grad_norm_(model.parameters(), max_norm).item() if max_norm else math.nan
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad()
-    return norm.item()
+    optimizer.zero_grad(set_to_none=False)  # the next gradients are the same tensors
+    return norm
 
 
 @every_optimizer
@@ -277,7 +277,7 @@ def test_of_a_grad_scaler(make):
     model = mlp()
     optimizer, scaler = OPTIMIZERS[make](model.parameters()), GradScaler("cpu", init_scale=8.0)
     assert scaler.history() == ([], [], [], {0: []}, {0: []})
-    norms = [scaled_step(scaler, model, optimizer, bad) for bad in (True, False, True, False)]
+    norms = [scaled_step(scaler, model, optimizer, bad, None if i == 3 else 1.0) for i, bad in enumerate((1, 0, 1, 0))]
     history = scaler.history()
     assert history.skipped == history.overflowed[0] == [True, False, True, False]
     assert history.scale == {0: [8.0, 4.0, 4.0, 2.0]}

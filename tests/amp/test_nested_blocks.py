@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import every_level, grads, probe
+from kit import INF, START, backward, every_level, grads, probe
 
 from ampctx import optimizers
 
@@ -64,3 +64,12 @@ def test_a_random_walk_comes_to_the_plain_sum(session, level, make):
             last.backward()
         assert all(grad.eq(walk.expected + 1.0).all() for grad in grads(session, optimizer)), seed
         session.reset()
+
+
+@every_level
+def test_a_block_after_an_overflow_inside_has_the_new_scale(session, level):
+    model, optimizer = probe(session, level, loss_scale="dynamic", init_scale=START)
+    with session.scale_loss(model.loss(1.0), optimizer):
+        backward(session, model.loss(INF), optimizer)
+        with session.scale_loss(torch.ones(()), optimizer) as scaled:
+            assert scaled == START / 2
