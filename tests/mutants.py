@@ -68,7 +68,7 @@ class Mutant(NamedTuple):
             codes[code.co_name, code.co_firstlineno] = code
             waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         for function in gc.get_objects():
-            if isinstance(function, FunctionType) and (former := function.__code__).co_filename == file:
+            if type(function) is FunctionType and (former := function.__code__).co_filename == file:
                 code = codes[former.co_name, former.co_firstlineno]
                 if code.co_freevars == former.co_freevars:
                     function.__code__ = code
@@ -172,7 +172,7 @@ class Mutated:
             left, chosen = self.options.seconds, []
             for took, test in sorted(entered.get(f"{mutant.path}:{mutant.function}", ())):
                 left -= took
-                chosen += [items[test]] * (test in items and left > 0)
+                chosen += [items[test]] if test in items and left > 0 else []
             if chosen:
                 self.wait(self.options.jobs - 1)
                 self.fork(mutant, chosen)
@@ -197,18 +197,21 @@ class Mutated:
             for item in items:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             os._exit(0)
+        except BaseException as error:
+            (self.notes / str(os.getpid())).write_text(repr(error))
         finally:
-            os._exit(1)
+            os._exit(2)
 
     def wait(self, most: int) -> None:
         while len(self.running) > most:
             child, status = os.wait()
             mutant, note = self.running.pop(child), self.notes / str(child)
-            test = note.read_text() if note.exists() else "ended"
+            test = note.read_text() if note.exists() else f"ended by signal {status}"
             if mutant is None and status:
                 print(f"{test} fails without a mutant, too")
             elif mutant is not None:
-                word = "killed" if status else "equal" if str(mutant) in EQUAL else "SURVIVED"
+                left = "equal" if str(mutant) in EQUAL else "SURVIVED"
+                word = {0: left, 2: "NOT PLANTED"}.get(os.waitstatus_to_exitcode(status), "killed")
                 self.counts[word] += 1
                 self.noticed.add(test)
                 print(f"{word}: {mutant}{f': {test}' if status else ''}", flush=True)

@@ -73,3 +73,13 @@ def test_a_block_after_an_overflow_inside_has_the_new_scale(session, level):
         backward(session, model.loss(INF), optimizer)
         with session.scale_loss(torch.ones(()), optimizer) as scaled:
             assert scaled == START / 2
+
+
+@every_level
+def test_a_load_between_blocks_leaves_the_gradients_of_the_one_around(session, level):
+    model, optimizer = probe(session, level, loss_scale=4.0)
+    with session.scale_loss(model.loss(1.0), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        model.load_state_dict(model.state_dict())
+        backward(session, model.loss(2.0), optimizer)
+    assert all(grad.eq(3.0).all() for grad in grads(session, optimizer))

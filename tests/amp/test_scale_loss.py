@@ -10,18 +10,6 @@ from torch import nn
 from ampctx import AmpError, AmpIndexError, AmpTypeError
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_unscaled_and_accumulate(session, level, loss_scale, passes):
-    model, optimizer = probe(session, level, loss_scale=loss_scale)
-    for _ in range(passes):
-        backward(session, model.loss(0.5), optimizer)
-    for grad in grads(session, optimizer):
-        assert torch.equal(grad, torch.full_like(grad, 0.5 * passes))
-    assert (model.weight.grad is None) == (level in ("O2", "O5"))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_yields_the_scaled_fp32_loss(session, level):
     model, optimizer = probe(session, level, loss_scale=64.0)
