@@ -203,18 +203,9 @@ FAULTS = [
         f"{STEPS} {ROWS}outcome_of_each_step.py",
     ),
     Fault(
-        "a GradScaler steps in spite of the flag", "ampctx",
-        'return None if optimizer_state["overflowed"] else optimizer.step(', "return optimizer.step(",
-        f"{AMP}grad_scaler.py",
-    ),
-    Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
         "scale.update(join_flags(flags, flags[0].device))", "scale.update(flags[-1])",
         f"{AMP}grad_scaler_parity.py",
-    ),
-    Fault(
-        "an overflow within a closure is forgotten", "ampctx",
-        "found.extend(overflowed(binding.flags.take()))", "binding.flags.take()", f"{ROWS}closures_and_sam.py",
     ),
     Fault(
         "ranks skip where all of them overflow", "ampctx",
