@@ -21,7 +21,7 @@ PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 # Targets about the CUDA kernels build them for a torch without CUDA, too.
 machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
 
-.PHONY: demo test test-all test-plain test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
+.PHONY: demo test test-all test-plain test-faults test-mutants test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 # The run of README's picture, in seconds; ARGS="--epochs 25" trains longer.
@@ -44,6 +44,11 @@ test-plain: $(VENV)/test.done
 # Plants faults in copies of the tree: the tests of `make test` have to notice each.
 test-faults: $(VENV)/test.done
 	$(PY) tests/planted_faults.py $(ARGS)
+
+# Plants a small mutation in each function of amp, weights, scaling and optimizers, and lists those that no test notices.
+test-mutants: $(VENV)/test.done
+	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --measure
+	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --jobs $$(nproc) $(ARGS)
 
 # The PTX inside the built library, executed on the CPU. Skipped without nvcc.
 test-ptx: $(VENV)/test.done $(CUDA_TOOLS)

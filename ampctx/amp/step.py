@@ -538,7 +538,7 @@ class OptimizerBinding:
             raise
 
     def _state_dict(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self.released and self.masters.pairs and called_by():
+        if self.masters.pairs and called_by():
             raise AmpError(
                 "torch's get_optimizer_state_dict looks for the parameters of the optimizer in the model. This "
                 f"{type(self.optimizer).__name__} steps amp's fp32 master weights instead. Use "

@@ -50,7 +50,6 @@ class FusedAdagrad(FusedOptimizer):
         _refuse_lr_decay(group)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        super()._adapt_checkpoint(group)
         _refuse_lr_decay(group.saved)
 
 

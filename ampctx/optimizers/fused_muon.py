@@ -234,7 +234,6 @@ class FusedMuon(FusedOptimizer):
         return *super()._saved_options(group), *muon
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        super()._adapt_checkpoint(group)
         saved, own = group.saved, group.own["use_muon"]
         if check_flag("use_muon", saved.setdefault("use_muon", own)) != own:
             raise AmpValueError(

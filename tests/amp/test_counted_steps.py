@@ -25,11 +25,13 @@ def begin(session, level, make=optimizers.FusedAdam, **options):
     return start(session, level, lambda _: make(groups, lr=0.01), model, **options)
 
 
-def block(session, model, optimizer, bad=False, **options):
+def block(session, model, optimizer, bad=False, without_last=False, **options):
     with session.scale_loss(loss_of(model), optimizer, **options) as scaled:
         scaled.backward()
         if bad:
             next(model.parameters()).grad.view(-1)[0] = INF
+        if without_last:
+            model[2].bias.grad = None
 
 
 @pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedLAMB], ids=lambda m: m.__name__)
@@ -89,6 +91,17 @@ def test_each_step_is_counted_once(session, level, make):
         assert calls.of["count_skip"] == (make is Never)
         optimizer.zero_grad()
         assert session.skipped_steps(optimizer) == [1, 1, 2, 3, 3][i]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedLAMB], ids=lambda m: m.__name__)
+def test_a_skipped_step_of_other_gradients_than_the_last_is_counted(session, level, make):
+    model, optimizer = begin(session, level, make)
+    for bad in (False, False, True):
+        block(session, model, optimizer, bad, without_last=bad)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert session.skipped_steps(optimizer) == 1
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -239,17 +239,6 @@ def test_optimizers_that_only_seem_to_skip_on_the_device(session, name, level):
     assert session.skipped_steps(optimizer) == 1
 
 
-def test_grad_scaler_with_a_wrapper():
-    model = mlp()
-    optimizer = Wrapper(ON_DEVICE["FusedAdam"](model.parameters()))
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(model)).backward()
-    model[0].bias.grad[0] = INF
-    before = [p.clone() for p in model.parameters()]
-    scaler.step(optimizer)
-    assert_same(before, list(model.parameters()))
-
-
 @pytest.mark.parametrize("flag", [torch.ones(1), torch.tensor([2]), 1.0, True], ids=["1-d", "int", "float", "bool"])
 @pytest.mark.parametrize("bad", [None, INF], ids=["clean", "overflow"])
 def test_flags_of_any_kind_beside_a_session(session, flag, bad):

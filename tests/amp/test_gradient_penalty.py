@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from kit import backward
 from torch import Tensor, nn
 
-import ampctx
-
 # The norm, and whether the model trains.
 NETS = {
     "batch-norm": (lambda: nn.BatchNorm2d(8), True),
@@ -77,21 +75,3 @@ def test_penalty_on_the_input_gradient(level, name, session):
     backward(session, F.softplus(score).mean() + 5 * penalty, optimizer)
     params = list(session.master_params(optimizer))
     check(params, wanted, 3e-2 if level == "O5" else 1e-2)
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_penalty_with_a_grad_scaler(name):
-    model = net(name)
-    wanted = expected(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = ampctx.GradScaler("cpu", init_scale=256.0)
-    x = batch().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.float16):
-        score = model(x)
-    (scaled_grad,) = torch.autograd.grad(scaler.scale(score.sum()), x, create_graph=True)
-    grad = scaled_grad * (1.0 / scaler.get_scale())
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = F.softplus(score).mean() + 5 * grad.flatten(1).square().sum(1).mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    check(list(model.parameters()), wanted, 1e-2)

@@ -94,6 +94,17 @@ def test_optimizer_state_of_the_masters_is_fp32(session, loaded):
     assert len(optimizer.state) == len(momentum)
 
 
+def test_state_without_masters_has_the_type_of_the_weights(session):
+    model = mlp()
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    optimizer.step()
+    for opt_level, dtype in (("O3", torch.float16), ("O0", torch.float32)):
+        session.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        assert {t.dtype for p in model.parameters() for t in (p, optimizer.state[p]["momentum_buffer"])} == {dtype}
+        session.reset()
+
+
 def test_gradients_from_before_initialize_are_kept(session):
     model = mlp()
     optimizer = sgd(model)

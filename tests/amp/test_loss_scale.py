@@ -1,6 +1,7 @@
 """The rule of the loss scale in GradScaler and amp.initialize: test_grad_scaler_parity.py compares it with torch's."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -192,6 +193,12 @@ def test_the_repr_of_a_grad_scaler():
     scaler.scale(torch.ones(1))
     assert repr(scaler) == "GradScaler('cpu', scale 65536, growth_interval=3)"
     assert repr(GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
+
+
+def test_a_pickle_has_numbers_which_load_on_any_device():
+    scaler = GradScaler("cpu", hysteresis=2)
+    scaler.scale(torch.ones(1))
+    assert b"_rebuild_tensor" not in pickle.dumps(scaler)
 
 
 def test_its_state_has_what_is_left_of_the_hysteresis():

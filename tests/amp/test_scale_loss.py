@@ -4,23 +4,11 @@ import logging
 
 import pytest
 import torch
-from kit import INF, LEVELS, START, Probe, backward, grads, probe, start
+from kit import INF, LEVELS, START, Probe, backward, every_level, grads, probe, start
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError
 from ampctx.optimizers import FusedAdam
-
-
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_unscaled_and_accumulate(session, level, loss_scale, passes):
-    model, optimizer = probe(session, level, loss_scale=loss_scale)
-    for _ in range(passes):
-        backward(session, model.loss(0.5), optimizer)
-    for grad in grads(session, optimizer):
-        assert torch.equal(grad, torch.full_like(grad, 0.5 * passes))
-    assert (model.weight.grad is None) == (level in ("O2", "O5"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -161,6 +149,25 @@ def test_a_shared_gradient_is_added_to_those_of_both_parameters(session):
         loss.backward()
         second.grad = third.grad = first.grad
     assert [p.grad[0].item() for p in (first, second, third)] == [5.0, 6.0, 4.0]
+
+
+@every_level
+def test_a_block_after_an_overflow_inside_has_the_new_scale(session, level):
+    model, optimizer = probe(session, level, loss_scale="dynamic", init_scale=START)
+    with session.scale_loss(model.loss(1.0), optimizer):
+        backward(session, model.loss(INF), optimizer)
+        with session.scale_loss(torch.ones(()), optimizer) as scaled:
+            assert scaled == START / 2
+
+
+@every_level
+def test_a_load_between_blocks_leaves_the_gradients_of_the_one_around(session, level):
+    model, optimizer = probe(session, level, loss_scale=4.0)
+    with session.scale_loss(model.loss(1.0), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        model.load_state_dict(model.state_dict())
+        backward(session, model.loss(2.0), optimizer)
+    assert all(grad.eq(3.0).all() for grad in grads(session, optimizer))
 
 
 class Wrapper(torch.optim.Optimizer):
