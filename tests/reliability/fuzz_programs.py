@@ -28,13 +28,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kit import INF, LEVELS, NAN, OPTIMIZERS, in_thread, params_of, through_a_file
+from kit import COPIES, INF, LEVELS, NAN, OPTIMIZERS, in_thread, params_of, through_a_file
 
 from ampctx import AmpSession, GradScaler, clip_grad_norm_, optimizers
 
@@ -77,36 +77,6 @@ class Model(nn.Module):
 # --- features ---------------------------------------------------------------------------------------------------------
 
 
-class Feature(NamedTuple):
-    """``place``: when it is done in an iteration, "" for what ``Run`` asks for. ``in_torch``: torch has it, too."""
-
-    place: str
-    do: Callable[[Run, int, int], Any]
-    in_torch: bool
-
-
-FEATURES: dict[str, Feature] = {}
-
-
-def feature(place: str, in_torch: bool = False) -> Callable[[Any], Any]:
-    def register(do: Any) -> Any:
-        FEATURES[do.__name__.strip("_")] = Feature(place, do, in_torch)
-        return do
-
-    return register
-
-
-def flags(in_torch: bool, *names: str) -> None:
-    for name in names:
-        FEATURES[name] = Feature("", lambda run, n, k: None, in_torch)
-
-
-flags(True, "accumulate", "delay_unscale", "some_without_gradient", "unscale_first", "keep_gradients")
-flags(False, "inf", "nan", "raise_before", "raise_after", "raise_in_inner", "inner_block", "delay_check", "closure")
-flags(False, "step_twice")  # amp takes gradients of masters
-flags(True, "step_in_thread", "no_step", "look_at_gradients", "other_zero_grad", "zero_by_model")
-
-
 def every_second(g: Tensor) -> Tensor:
     return torch.stack([g, torch.full_like(g, 7)], -1)[..., 0]
 
@@ -117,10 +87,6 @@ def columns(g: Tensor) -> Tensor:
 
 def transposed(g: Tensor) -> Tensor:
     return g.t().contiguous().t()
-
-
-def expanded(g: Tensor) -> Tensor:
-    return g.new_full((), 0.375).expand(g.shape)
 
 
 def of_flat(g: Tensor) -> Tensor:
@@ -138,355 +104,252 @@ def negated(g: Tensor) -> Tensor:
     return values.as_strided(g.shape, g.contiguous().stride(), 0)
 
 
-def conjugated(g: Tensor) -> Tensor:
-    """The real part of a conjugated tensor."""
+def conjugated(g: Tensor, part: str = "real") -> Tensor:
+    """A part of a conjugated tensor: every second element, of the imaginary one with the negative bit."""
     if g.dtype == torch.bfloat16:
         return columns(g)
-    return torch.view_as_complex(torch.stack([g, torch.full_like(g, 7)], -1)).conj().real
+    rows = [g, torch.full_like(g, 7)] if part == "real" else [torch.full_like(g, 7), -g]
+    return getattr(torch.view_as_complex(torch.stack(rows, -1)).conj(), part)
 
 
-def negated_in_holes(g: Tensor) -> Tensor:
-    if g.dtype == torch.bfloat16:
-        return of_flat(g)
-    return torch.view_as_complex(torch.stack([torch.full_like(g, 7), -g], -1)).conj().imag
+FORMS = (every_second, columns, transposed, of_flat, negated, conjugated, partial(conjugated, part="imag"), torch.clone)
+Do = Callable[["Run", int, int], Any]
 
 
-FORMS = (every_second, columns, transposed, of_flat, negated, conjugated, negated_in_holes, torch.clone)
+def of_grad(change: Callable[[Tensor, int], Tensor], stepped: bool = False) -> Do:
+    """Replaces the gradient of a parameter, or of one that an optimizer steps."""
+
+    def do(run: Run, n: int, k: int) -> None:
+        if (p := run.with_grad(n, stepped)) is not None:
+            p.grad = change(p.grad.detach(), k)
+
+    return do
 
 
-def _set_grad(change: Callable[[Tensor], Tensor], run: Run, n: int, k: int) -> None:
-    if (p := run.with_grad(n)) is not None:
-        p.grad = change(p.grad.detach())
+def of_weight(change: Callable[[Any, int], Any], stepped: bool = False) -> Do:
+    """Calls ``change`` with a parameter of the model, or one that an optimizer steps."""
+
+    def do(run: Run, n: int, k: int) -> None:
+        params = run.stepped if stepped else list(run.model.parameters())
+        with torch.no_grad():
+            change(params[n % len(params)], k)
+
+    return do
 
 
-@feature("block", True)
-def _form(run, n, k):
-    """A gradient with other strides, storage or bits."""
-    _set_grad(FORMS[k % len(FORMS)], run, n, k)
+def of_state(change: Callable[[Tensor, int], Tensor]) -> Do:
+    """Replaces an entry of a parameter's state."""
+
+    def do(run: Run, n: int, k: int) -> None:
+        states = [opt.state[p] for opt in run.inner_opts for p in params_of(opt) if opt.state.get(p)]
+        entry = states[n % len(states)] if states else {}
+        keys = [key for key, t in sorted(entry.items()) if isinstance(t, Tensor) and t.is_floating_point()]
+        if keys and (key := keys[k % len(keys)]) != "step":
+            entry[key] = change(entry[key], n + k)
+
+    return do
 
 
-@feature("block", True)
-def _expand(run, n, k):
-    """A gradient of stride 0; not always the same as torch's: the scale is part of the gradient."""
-    _set_grad(lambda g: (g.flatten()[:1] if g.numel() else g.new_zeros(1)).squeeze(0).expand(g.shape), run, n, k)
+def form(t: Tensor, k: int) -> Tensor:
+    return FORMS[k % len(FORMS)](t)
 
 
-@feature("between", True)
-def _form_later(run, n, k):
-    """As form, of what the optimizer steps by."""
-    if (p := run.stepped_with_grad(n)) is not None:
-        p.grad = FORMS[k % len(FORMS)](p.grad.detach())
+def set_data(p: Any, t: Tensor) -> None:
+    p.data = t
 
 
-@feature("block", True)
-def _bucket(run, n, k):
-    """A gradient that is a view of a buffer, which the program fills with other numbers before the step."""
+def bucket(run: Run, n: int, k: int) -> None:
+    """A gradient is a view of a buffer, which the program fills with other numbers before the step."""
     if (p := run.with_grad(n)) is not None:
         buffer = torch.zeros(64, dtype=p.dtype)
-        view = buffer[k % 3 * 8 :][: p.numel()].view(p.shape)
-        p.grad = view.copy_(p.grad.detach())
-        if run.copies(p.dtype):
-            run.buckets.append(buffer)
+        p.grad = buffer[k % 3 * 8 :][: p.numel()].view(p.shape).copy_(p.grad.detach())
+        run.reuse(buffer)
 
 
-@feature("block", True)
-def _buckets(run, n, k):
+def buckets(run: Run, n: int, k: int) -> None:
     """All gradients are views of one buffer, as those of communication are."""
-    members = [p for p in run.model.parameters() if p.grad is not None]
+    members = [p for p in run.model.parameters() if p.grad is not None and p.grad.layout == torch.strided]
     for dtype in {p.dtype for p in members}:
-        flat = torch.cat([torch.zeros(1, dtype=dtype), *(p.grad.detach().flatten() for p in members if p.dtype == dtype)])
-        at = 1
-        for p in (p for p in members if p.dtype == dtype):
+        own = [p for p in members if p.dtype == dtype]
+        at, flat = 1, torch.cat([torch.zeros(1, dtype=dtype), *(p.grad.detach().flatten() for p in own)])
+        for p in own:
             p.grad = flat[at : at + p.numel()].view(p.shape)
             at += p.numel()
-        if run.copies(dtype) and k % 2:
-            run.buckets.append(flat)
+        if k % 2:
+            run.reuse(flat)
 
 
-def _pair(run: Run, n: int) -> tuple[Any, Any]:
-    by_name = dict(run.model.named_parameters())
-    p, q = (by_name.get(name) for name in (("b", "g"), ("g", "b"))[n % 2])
-    return (p, q) if p is not None and q is not None and q.grad is not None and p.dtype == q.dtype else (None, None)
-
-
-@feature("block")
-def _share(run, n, k):
-    """Two parameters with one gradient object, or two of the same memory."""
-    p, q = _pair(run, n)
-    if q is not None:
+def share(run: Run, n: int, k: int) -> None:
+    """Two parameters have one gradient, or two of the same memory."""
+    params = run.stepped if run.now_at == "between" else run.model.parameters()
+    found = [p for p in params if p.shape == SHAPES["b"] and p.grad is not None]
+    p, q, *_ = *found[:: 1 - n % 2 * 2], None, None
+    if q is not None and p.dtype == q.dtype:
         p.grad = q.grad if k % 3 else q.grad.view_as(q)
 
 
-@feature("between")
-def _share_later(run, n, k):
-    members = [p for p in run.stepped if p.shape == SHAPES["b"] and p.grad is not None]
-    if len(members) > 1 and members[0].dtype == members[1].dtype:
-        members[n % 2].grad = members[1 - n % 2].grad
-
-
-@feature("block")
-def _sparse(run, n, k):
-    _set_grad(lambda g: g.to_sparse(), run, n, k)
-
-
-@feature("block", True)
-def _none(run, n, k):
-    """A gradient goes."""
-    if (p := run.with_grad(n)) is not None:
-        p.grad = None
-
-
-@feature("block", True)
-def _zeros(run, n, k):
-    _set_grad(torch.zeros_like, run, n, k)
-
-
-@feature("block")
-def _shrunk(run, n, k):
+def shrunk(run: Run, n: int, k: int) -> None:
     """A gradient whose storage has been made smaller."""
     p = run.with_grad(n)
     if p is not None and p.numel() > 1 and run.is_ours and run.start["to_none"] is True:
         p.grad = p.grad.detach().clone()
-        p.grad.untyped_storage().resize_(p.numel() * p.element_size() - 1)  # malloc gives no fewer
+        p.grad.untyped_storage().resize_(p.numel() * p.element_size() - 1)  # malloc gives more
         run.shrunk.append(p)
 
 
-@feature("between", True)
-def _grad_in_place(run, n, k):
-    """Edits a gradient that the optimizer steps by."""
-    if (p := run.stepped_with_grad(n)) is not None:
-        p.grad.mul_(0.5) if k % 2 else setattr(p, "grad", p.grad * 0.5)
+def clip(run: Run, n: int, k: int, of: Callable[[Any], Any] = lambda run: run.stepped) -> None:
+    clips = (nn.utils.clip_grad_norm_ if run.is_torch else clip_grad_norm_), nn.utils.clip_grad_norm_
+    run.see("norm", clips[n % 2](of(run), (0.25, 1.0, 100.0)[k % 3]))
 
 
-@feature("between", True)
-def _clip(run, n, k):
-    clip = (clip_grad_norm_, nn.utils.clip_grad_norm_)[n % 2] if not run.is_torch else nn.utils.clip_grad_norm_
-    run.see("norm", clip(run.stepped, (0.25, 1.0, 100.0)[k % 3]))
-
-
-@feature("between")
-def _clip_model(run, n, k):
-    clip = (clip_grad_norm_, nn.utils.clip_grad_norm_)[n % 2]
-    run.see("norm", clip(list(run.model.parameters()), (0.25, 1.0, 100.0)[k % 3]))
-
-
-@feature("between", True)
-def _later_clip(run, n, k):
-    """A second one."""
-    _clip(run, n, k)
-
-
-@feature("start", True)
-def _move_to_group(run, n, k):
+def move_to_group(run: Run, n: int, k: int) -> None:
     groups = run.groups(n)
     if len(groups) > 1 and (members := groups[k % 2]["params"]):
         groups[1 - k % 2]["params"].append(members.pop(k % len(members)))
 
 
-@feature("start", True)
-def _reverse_group(run, n, k):
-    run.groups(n)[0]["params"].reverse()
-
-
-@feature("start", True)
-def _copy_group(run, n, k):
-    run.groups(n)[0]["params"] = list(run.groups(n)[0]["params"])
-
-
-@feature("start", True)
-def _reverse_groups(run, n, k):
-    run.groups(n).reverse()
-
-
-@feature("start")
-def _add_group(run, n, k):
-    if "f" in run.start["names"] and (f := run.model.get_parameter("f")) is not None:
-        run.opts[0].add_param_group({"params": [f], **({"use_muon": True} if run.start["kind"] == "FusedMuon" else {})})
-
-
-@feature("start")
-def _drop_param(run, n, k):
+def drop_param(run: Run, n: int, k: int) -> None:
     if len(members := run.groups(n)[0]["params"]) > 1:
         members.pop(k % len(members))
 
 
-@feature("start", True)
-def _freeze(run, n, k):
-    p = run.any_param(n)
-    p.requires_grad_(not p.requires_grad)
+def add_group(run: Run, n: int, k: int) -> None:
+    if "f" in run.start["names"]:
+        run.opts[0].add_param_group({"params": [run.model.get_parameter("f")]})
 
 
-@feature("start")
-def _replace_data(run, n, k):
-    """Weights in new memory, with other strides or bits."""
-    p = run.any_param(n)
-    p.data = FORMS[k % len(FORMS)](p.data * 0.5)
-
-
-@feature("start")
-def _strided_weight(run, n, k):
-    """The same weights, with other strides or bits."""
-    p = run.any_param(n)
-    p.data = FORMS[k % len(FORMS)](p.data)
-
-
-@feature("start")
-def _copy_into_weight(run, n, k):
-    p = run.any_param(n)
-    with torch.no_grad():
-        p.copy_(torch.full_like(p, k % 4 / 4))
-
-
-@feature("start")
-def _edit_master(run, n, k):
-    p = run.stepped[n % len(run.stepped)]
-    with torch.no_grad():
-        p.mul_(0.5) if k % 2 else p.copy_(torch.full_like(p, k % 4 / 4))
-
-
-@feature("start")
-def _master_elsewhere(run, n, k):
-    p = run.stepped[n % len(run.stepped)]
-    p.data = FORMS[k % len(FORMS)](p.data)
-
-
-@feature("start")
-def _swap(run, n, k):
-    p = run.any_param(n)
-    torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
-
-
-def _entry(run: Run, n: int, k: int) -> tuple[dict[str, Any], str | None]:
-    states = [opt.state[p] for opt in run.inner_opts for p in params_of(opt) if opt.state.get(p)]
-    entry = states[n % len(states)] if states else {}
-    keys = [key for key, value in sorted(entry.items()) if isinstance(value, Tensor) and value.is_floating_point()]
-    return entry, keys[k % len(keys)] if keys else None
-
-
-@feature("start", True)
-def _state_in_place(run, n, k):
-    entry, key = _entry(run, n, k)
-    if key is not None and key != "step":
-        entry[key].mul_(0.5)
-
-
-@feature("start")
-def _state_replaced(run, n, k):
-    """By the same numbers with other strides or bits."""
-    entry, key = _entry(run, n, k)
-    if key is not None:
-        entry[key] = FORMS[(n + k) % len(FORMS)](entry[key])
-
-
-@feature("start")
-def _state_of_other_dtype(run, n, k):
-    entry, key = _entry(run, n, k)
-    if key is not None:
-        entry[key] = entry[key].to((torch.float64, torch.float16, torch.bfloat16)[n % 3])
-
-
-@feature("start")
-def _state_goes(run, n, k):
+def state_goes(run: Run, n: int, k: int) -> None:
     opt = run.inner_opts[n % len(run.opts)]
     opt.state.clear() if k % 3 == 0 else opt.state.pop(params_of(opt)[k % len(params_of(opt))], None)
 
 
-@feature("start", True)
-def _load_now(run, n, k):
+def load_now(run: Run, n: int, k: int) -> None:
     opt = run.opts[n % len(run.opts)]
     opt.load_state_dict(through_a_file(opt.state_dict()) if k % 2 else opt.state_dict())
 
 
-@feature("start")
-def _save_then_load(run, n, k):
+def save_then_load(run: Run, n: int, k: int) -> None:
     """Saves the first time, loads from then on."""
     targets = {"model": run.model, **{str(i): opt for i, opt in enumerate(run.opts)}}
-    if run.start["level"]:
-        targets["amp"] = run.session
+    targets |= {"amp": run.session} if run.start["level"] else {}
     if not run.saved:
         run.saved = {name: copy.deepcopy(of.state_dict()) for name, of in targets.items()}
-    else:
-        for name in sorted(targets, reverse=k % 2 == 1):
-            targets[name].load_state_dict(copy.deepcopy(run.saved[name]))
+        return
+    for name in sorted(targets, reverse=k % 2 == 1):
+        targets[name].load_state_dict(copy.deepcopy(run.saved[name]))
 
 
-@feature("start")
-def _load_model(run, n, k):
-    state = {name: t.float() * 0.5 for name, t in run.model.state_dict().items()}
-    run.model.load_state_dict(state)
-
-
-@feature("start")
-def _load_amp(run, n, k):
-    run.session.load_state_dict(run.session.state_dict(masters=bool(k % 2)))
-
-
-@feature("start")
-def _copied(run, n, k):
+def copied(run: Run, n: int, k: int) -> None:
     """Goes on with a copy of all, or under amp, whose sessions are not copied, makes one."""
-    of = run.model, run.opts
-    made = copy.deepcopy(of) if k % 2 else pickle.loads(pickle.dumps(of))
+    made = COPIES["deepcopy" if k % 2 else "pickle"]((run.model, run.opts))
     if not run.start["level"] and not run.start["scaler"]:
         run.model, run.opts = made
 
 
-@feature("start")
-def _initialize_again(run, n, k):
+def initialize_again(run: Run, n: int, k: int) -> None:
     if run.start["level"]:
         run.session.reset()
         run.initialize()
 
 
-@feature("start", True)
-def _hook(run, n, k):
-    """A hook of a parameter, for good."""
-    p = run.any_param(n)
-    if p.requires_grad:
-        if k % 2:
-            p.register_hook(lambda g: g * 0.5)
-        else:
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", every_second(p.grad)))
+def hook(p: Any, k: int) -> None:
+    if p.requires_grad and k % 2:
+        p.register_hook(lambda g: g * 0.5)
+    elif p.requires_grad:
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", every_second(p.grad)))
 
 
-@feature("start")
-def _step_hook(run, n, k):
+def step_hook(run: Run, n: int, k: int) -> None:
+    def double(opt: Any, args: Any, kwargs: Any) -> None:
+        for p in params_of(opt):
+            if k % 2 and p.grad is not None:
+                p.grad.mul_(2)
+
     opt = run.inner_opts[n % len(run.opts)]
-    if k % 2:
-        opt.register_step_pre_hook(lambda opt, args, kwargs: [p.grad.mul_(2) for p in params_of(opt) if p.grad is not None] and None)
-    else:
-        opt.register_step_post_hook(lambda opt, args, kwargs: None)
+    (opt.register_step_pre_hook if k % 3 else opt.register_step_post_hook)(double)
 
 
-@feature("start", True)
-def _collect(run, n, k):
-    gc.collect()
-
-
-@feature("start", True)
-def _option(run, n, k):
-    """An option of a group changes."""
+def option(run: Run, n: int, k: int) -> None:
     group = run.groups(n)[0]
     changes = {"lr": 0.005, "weight_decay": 0.25, "betas": (0.5, 0.75), "momentum": 0.5, "maximize": True, "eps": 1e-2}
     name = [name for name in changes if name in group][k % 3]
     group[name] = torch.tensor(0.005) if name == "lr" and n % 2 and run.is_ours else changes[name]
 
 
-@feature("end", True)
-def _scheduler(run, n, k):
+def scheduler(run: Run, n: int, k: int) -> None:
     if not run.schedulers:
         run.schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in run.inner_opts]
-    for scheduler in run.schedulers:
-        scheduler.step()
+    for each in run.schedulers:
+        each.step()
 
 
-@feature("end")
-def _kept_gradient(run, n, k):
-    """The program keeps a gradient, which it writes to in the next iteration."""
-    if (p := run.with_grad(n)) is not None:
-        run.buckets.append(p.grad)
-
-
-PLACED = {place: [name for name, f in FEATURES.items() if f.place == place] for place in ("start", "block", "between", "end")}
+FLAGS = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients inf nan raise_before raise_after
+raise_in_inner inner_block delay_check closure step_twice step_in_thread no_step look_at_gradients other_zero_grad
+zero_by_model"""
+# Those that torch has, too.
+IN_TORCH = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients step_in_thread no_step
+look_at_gradients other_zero_grad zero_by_model form form_later bucket buckets grad_in_place clip later_clip
+move_to_group option reverse_group copy_group reverse_groups freeze state_in_place load_now hook collect scheduler"""
+DTYPES_OF_STATE = (torch.float64, torch.float16, torch.bfloat16)
+# By when they are done in an iteration; "": what ``Run`` asks for.
+PLACED: dict[str, dict[str, Do]] = {
+    "": dict.fromkeys(FLAGS.split()),
+    "start": {
+        "move_to_group": move_to_group,
+        "reverse_group": lambda run, n, k: run.groups(n)[0]["params"].reverse(),
+        "copy_group": lambda run, n, k: run.groups(n)[0].update(params=list(run.groups(n)[0]["params"])),
+        "reverse_groups": lambda run, n, k: run.groups(n).reverse(),
+        "add_group": add_group,
+        "drop_param": drop_param,
+        "freeze": of_weight(lambda p, k: p.requires_grad_(not p.requires_grad)),
+        "replace_data": of_weight(lambda p, k: set_data(p, form(p.data * 0.5, k))),
+        "strided_weight": of_weight(lambda p, k: set_data(p, form(p.data, k))),
+        "copy_into_weight": of_weight(lambda p, k: p.copy_(torch.full_like(p, k % 4 / 4))),
+        "edit_master": of_weight(lambda p, k: p.mul_(0.5), stepped=True),
+        "master_elsewhere": of_weight(lambda p, k: set_data(p, form(p.data, k)), stepped=True),
+        "swap": of_weight(lambda p, k: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))),
+        "state_in_place": of_state(lambda t, k: t.mul_(0.5)),
+        "state_replaced": of_state(form),
+        "state_of_other_dtype": of_state(lambda t, k: t.to(DTYPES_OF_STATE[k % 3])),
+        "state_goes": state_goes,
+        "load_now": load_now,
+        "save_then_load": save_then_load,
+        "load_model": lambda run, n, k: run.model.load_state_dict(
+            {m: t * 0.5 for m, t in run.model.state_dict().items()}
+        ),
+        "load_amp": lambda run, n, k: run.session.load_state_dict(run.session.state_dict(masters=bool(k % 2))),
+        "copied": copied,
+        "initialize_again": initialize_again,
+        "hook": of_weight(hook),
+        "step_hook": step_hook,
+        "collect": lambda run, n, k: gc.collect(),
+        "option": option,
+    },
+    "block": {
+        "form": of_grad(form),
+        "expand": of_grad(lambda g, k: (g.flatten()[:1] if g.numel() else g.new_zeros(1)).squeeze(0).expand(g.shape)),
+        "bucket": bucket,
+        "buckets": buckets,
+        "share": share,
+        "sparse": of_grad(lambda g, k: g.to_sparse()),
+        "none": of_grad(lambda g, k: None),
+        "zeros": of_grad(lambda g, k: torch.zeros_like(g)),
+        "shrunk": shrunk,
+    },
+    "between": {
+        "form_later": of_grad(form, stepped=True),
+        "share_later": share,
+        "grad_in_place": of_grad(lambda g, k: g.mul_(0.5), stepped=True),
+        "clip": clip,
+        "later_clip": clip,
+        "clip_model": partial(clip, of=lambda run: list(run.model.parameters())),
+    },
+    "end": {
+        "scheduler": scheduler,
+        "kept_gradient": lambda run, n, k: (p := run.with_grad(n)) is not None and run.kept.append(p.grad),
+    },
+}
+FEATURES = {name: place for place, features in PLACED.items() for name in features}
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -522,7 +385,7 @@ def drawn(seed: int) -> dict[str, Any]:
             options["capturable"] = True
     if kind.startswith(("Fused", "Split")) and level is None and not start["scaler"] and rng.random() < 0.3:
         options["skip_nonfinite"] = True
-    most = [*FEATURES, *PLACED["block"] * 2, "clip", "clip", "clip"]
+    most = [*FEATURES, *[*PLACED["block"]] * 2, *["clip", "share", "bucket"] * 3]
     features: list[Any] = []
     for name in sorted({rng.choice(most) for _ in range(rng.choice([1, 2, 3, 4, 5]))}):
         first = rng.randrange(ITERATIONS)
@@ -541,7 +404,7 @@ def is_in_torch(program: dict[str, Any]) -> bool:
         return False  # of gradients that are scaled there
     if start["kind"] == "FusedSGD" and start["to_none"] is None:
         return False  # its default is another
-    return is_plain and start["kind"] in TORCH and all(FEATURES[name].in_torch for name in names)
+    return is_plain and start["kind"] in TORCH and names <= {*IN_TORCH.split()}
 
 
 def is_near(program: dict[str, Any]) -> bool:
@@ -557,7 +420,7 @@ def readable(program: dict[str, Any]) -> str:
     for i in program["iterations"]:
         now = {name: f"{name}({n}, {k})" for name, n, k, at in program["features"] if i in at}
         parts = [now[name] for name in PLACED["start"] if name in now]
-        inside = [text for name, text in now.items() if FEATURES[name].place in ("", "block")]
+        inside = [text for name, text in now.items() if FEATURES[name] in ("", "block")]
         parts.append(f"blocks[{', '.join(inside)}]")
         parts += [now[name] for name in PLACED["between"] if name in now]
         parts += ["step", *(now[name] for name in PLACED["end"] if name in now), "zero_grad"]
@@ -581,6 +444,7 @@ class Run:
         self.seen: list[Seen] = []
         self.where, self.now = "start", {}
         self.buckets: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self.shrunk: list[Tensor] = []
         self.saved: dict[str, Any] = {}
         self.schedulers: list[Any] = []
@@ -591,10 +455,11 @@ class Run:
 
     # What features ask for.
 
-    def copies(self, dtype: torch.dtype) -> bool:
-        """Only where a block copies gradients may the program write to them after it."""
+    def reuse(self, buffer: Tensor) -> None:
+        """The program writes to the buffer after the block, where blocks copy gradients."""
         has_masters = self.start["level"] in ("O2", "O5") and "master_weights" not in self.start["options"]
-        return has_masters and dtype != torch.float32 and not self.is_torch
+        if has_masters and buffer.dtype != torch.float32 and not self.is_torch:
+            self.buckets.append(buffer)
 
     @property
     def inner_opts(self) -> list[Any]:
@@ -607,17 +472,10 @@ class Run:
     def groups(self, n: int) -> list[Any]:
         return self.opts[n % len(self.opts)].param_groups
 
-    def any_param(self, n: int) -> nn.Parameter:
-        params = list(self.model.parameters())
-        return params[n % len(params)]
-
-    def with_grad(self, n: int) -> Any:
-        params = [p for p in self.model.parameters() if p.grad is not None and p.grad.layout == torch.strided]
-        return params[n % len(params)] if params else None
-
-    def stepped_with_grad(self, n: int) -> Any:
-        params = [p for p in self.stepped if p.grad is not None and p.grad.layout == torch.strided]
-        return params[n % len(params)] if params else None
+    def with_grad(self, n: int, stepped: bool = False) -> Any:
+        params = self.stepped if stepped else self.model.parameters()
+        found = [p for p in params if p.grad is not None and p.grad.layout == torch.strided]
+        return found[n % len(found)] if found else None
 
     # Running.
 
@@ -665,22 +523,23 @@ class Run:
             return False
 
     def do(self, place: str) -> None:
+        self.now_at = place
         for name in PLACED[place]:
             if name in self.now:
-                self.attempt(name, FEATURES[name].do, self, *self.now[name])
+                self.attempt(name, PLACED[place][name], self, *self.now[name])
 
     def iterate(self, i: int) -> None:
         self.now = {name: (n, k) for name, n, k, at in self.program["features"] if i in at}
-        for bucket in self.buckets:
-            with torch.no_grad():
-                bucket.fill_(3.0)
-        self.buckets.clear()
+        for grad in self.kept:
+            grad.fill_(3.0)
+        self.kept.clear()
         self.do("start")
         count = 1 + ("accumulate" in self.now) + ("accumulate" in self.now and self.now["accumulate"][1] % 2)
         for b in range(count):
             self.attempt("block", self.block, 5 * i + b, b + 1 == count)
-        for bucket in self.buckets:
-            bucket.fill_(100.0)
+        for buffer in self.buckets:
+            buffer.fill_(100.0)
+        self.buckets.clear()
         if "look_at_gradients" in self.now:
             self.attempt("look", self.look_at_gradients)
         self.do("between")
@@ -701,7 +560,8 @@ class Run:
         """Different in each block; the gradients are multiples of 1/8."""
         factors = {}
         for j, (name, p) in enumerate(self.model.named_parameters()):
-            if p.requires_grad and not ("some_without_gradient" in self.now and j % 3 == self.now["some_without_gradient"][1] % 3):
+            left_out = self.now.get("some_without_gradient", (0, -1))[1]
+            if p.requires_grad and (left_out < 0 or j % 3 != left_out % 3):
                 places = torch.arange(p.numel()) * 5 + j * 3 + number
                 factors[name] = ((places % 17 - 8) / 8).reshape(p.shape).to(p.dtype)
         for name, value in (("inf", INF), ("nan", NAN)):
@@ -820,7 +680,9 @@ class Server:
     def ask(self, program: dict[str, Any], is_torch: bool = False) -> None:
         if self.process is None:
             command = [sys.executable, __file__, "--serve"]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment
+            )
         pickle.dump((program, is_torch), self.process.stdin)
         self.process.stdin.flush()
 
@@ -907,7 +769,10 @@ class Fuzz:
         if any(value[0] == RAISES for seen in (ours, torchs) for _, _, value in seen):
             return ""
         self.counts["beside torch"] += 1
-        kept = [[s for s in seen if s[1].startswith("optimizer") and s[1].count(",") == 1 and s[0] != "after reset"] for seen in (ours, torchs)]
+        kept = [
+            [s for s in seen if s[1].startswith("optimizer") and s[1].count(",") == 1 and s[0] != "after reset"]
+            for seen in (ours, torchs)
+        ]
         return (found := difference(*kept, 1e-3)) and f"with ampctx {found}"
 
     def smallest(self, program: dict[str, Any], most: int = 400) -> dict[str, Any]:
