@@ -37,7 +37,7 @@ test: $(VENV)/test.done
 test-all: $(VENV)/test.done
 	$(PYTEST) --full $(ARGS)
 
-# The plain code: each step makes its op calls anew, and no 16-bit gradient waits. With the same bits.
+# The plain code: each step makes its op calls anew, and no 16-bit gradient waits.
 test-plain: $(VENV)/test.done
 	AMPCTX_PLAN=0 $(PYTEST) tests/amp tests/optimizers tests/reliability $(ARGS)
 

@@ -28,6 +28,9 @@ struct View {
   bool is_strided = false;  // only then the rest is known
   bool is_contiguous = false;
   bool has_memory = false;  // its elements, if any, lie within its storage
+  // Of a plan's: the bytes of its elements, and whether the storage has no others.
+  int64_t bytes = 0;
+  bool fills_storage = false;
 };
 
 using Views = std::vector<View>;

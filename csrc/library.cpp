@@ -470,6 +470,7 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"use_dtensor", plan::use_dtensor, METH_VARARGS, nullptr},
                            {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
                            {"run", plan::run, METH_VARARGS, nullptr},
+                           {"run_once", plan::run_once, METH_VARARGS, nullptr},
                            {"are_uniform", plan::are_uniform, METH_O, nullptr},
                            {"marks", plan::marks, METH_O, nullptr},
                            {"advanced", plan::advanced, METH_O, nullptr},

@@ -4,8 +4,9 @@
 // what was there then, reads everything before anything is written, and calls the kernels without torch's dispatcher.
 // Where something is not as it was, nothing has been written, and the plain code runs and makes a new plan.
 //
-// It knows tensors as Python objects alone, and reads them through torch's DLPack exchange, and gradients through the
-// descriptor Tensor.grad. The functions hold the GIL, except while kernels run.
+// It knows tensors as Python objects alone. `read` asks each of them, at every run, all that plain code asks: through
+// torch's DLPack exchange, and what that does not tell by methods of Tensor. Gradients come from the descriptor
+// Tensor.grad. The functions hold the GIL, except while kernels run.
 #pragma once
 
 #include <cstring>
@@ -30,9 +31,11 @@ enum Code { kError = -1, kRuns, kDiffers };
 // Given by use_python(), and kept for good. Where that did not return True, nobody may call the other functions.
 struct Torch {
   const python_abi::DLPackExchange* exchange = nullptr;
-  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *is_neg = nullptr, *types = nullptr,
+  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *types = nullptr,
            *plain_getters = nullptr;
   PyObject* params = nullptr;
+  // Methods of a tensor and of its storage, as the C functions that they are.
+  PyCFunction is_neg = nullptr, untyped_storage = nullptr, nbytes = nullptr, data_ptr = nullptr;
   descrgetfunc get_grad = nullptr, get_version = nullptr;
   descrsetfunc set_grad = nullptr;
   // Given by use_dtensor(): the class, and the descriptors of this rank's part and of its layout over the ranks.
@@ -53,17 +56,10 @@ inline bool is_plain(PyObject* tensor) {
   return false;
 }
 
-inline bool has_storage(PyObject* tensor) {
-  const Reference storage(PyObject_CallMethod(tensor, "untyped_storage", nullptr));
-  const Reference address(storage ? PyObject_CallMethod(storage.get(), "data_ptr", nullptr) : nullptr);
-  const bool found = address && PyObject_IsTrue(address.get()) == 1;
-  return PyErr_Clear(), found;
-}
-
-// False for what DLPack does not show: sparse and quantized tensors, other devices. `former`: an address that has had
-// memory.
-inline bool read(PyObject* tensor, View& view, const void* former = nullptr) {
+// What DLPack tells of a plain tensor. False for other types, sparse and quantized tensors, and other devices.
+inline bool look(PyObject* tensor, View& view) {
   python_abi::DLTensor found;
+  if (!is_plain(tensor)) return false;
   if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
   const ElementType* const type = find_type([&](const ElementType& type) {
     return found.dtype.lanes == 1 && found.dtype.code == type.kind && found.dtype.bits == type.bits;
@@ -83,10 +79,27 @@ inline bool read(PyObject* tensor, View& view, const void* former = nullptr) {
   for (int32_t d = 0; d < found.dim; ++d) view.numel *= found.sizes[d];
   view.is_defined = view.is_strided = true;
   view.is_contiguous = is_contiguous(view.layout);
-  // A freed storage has the address null, and a view into it null and an offset. As low may lie the heap of a program
-  // that is loaded at a fixed address, such as Debian's and Ubuntu's Python.
-  view.has_memory = view.numel == 0 || reinterpret_cast<uintptr_t>(view.data) >= (uintptr_t{1} << 32) ||
-                    (view.data && (view.data == former || has_storage(tensor)));
+  view.bytes = view.numel * found.dtype.bits / 8;
+  return true;
+}
+
+// `look`, and all else that decides whether a kernel may take the tensor's memory for its values: torch negates some
+// tensors as it reads them; elements may overlap or have others in between; a program may have freed the storage or
+// made it smaller, which gives it another address than `former`. False where it may not.
+inline bool read(PyObject* tensor, View& view, const void* former = nullptr) {
+  if (!look(tensor, view)) return false;
+  const Reference is_negated(torch.is_neg(tensor, nullptr));
+  if (is_negated.get() != Py_False) return PyErr_Clear(), false;
+  if (!view.is_contiguous && !is_dense(view.layout)) return false;
+  if (view.data && view.data == former) return view.has_memory = true;
+  const Reference storage(torch.untyped_storage(tensor, nullptr));
+  const Reference size(storage ? torch.nbytes(storage.get(), nullptr) : nullptr);
+  const Reference address(size ? torch.data_ptr(storage.get(), nullptr) : nullptr);
+  if (!address) return PyErr_Clear(), false;
+  const int64_t before = static_cast<char*>(view.data) - static_cast<char*>(PyLong_AsVoidPtr(address.get())),
+                bytes = PyLong_AsLongLong(size.get());
+  view.has_memory = view.numel == 0 || before + view.bytes <= bytes;
+  view.fills_storage = view.bytes == bytes;
   return view.has_memory;
 }
 
@@ -139,8 +152,15 @@ struct State {
   PyObject *groups, *members, *mappings, *idle;
   std::vector<Column> columns;
   std::vector<PlannedCall> calls;
-  std::vector<const void*> seen;  // of `is_shared`
   bool is_running = false;
+
+  ~State() { forget(); }
+  void forget() {
+    for (Column& column : columns) {
+      Py_CLEAR(column.read);
+      Py_CLEAR(column.whole);
+    }
+  }
 };
 
 // A loop over many small tensors waits for memory most of all.
@@ -186,15 +206,6 @@ inline bool same_state(const State& state) {
 
 inline Reference grad_of(PyObject* param) { return Reference(torch.get_grad(torch.grad, param, nullptr)); }
 
-// Torch negates such a tensor as it reads it, which DLPack does not tell. It is the imaginary part of a conjugated
-// tensor, which has real parts in between: contiguous are those of one element alone, and these follow their real part.
-inline bool is_negated(PyObject* tensor, const View& view) {
-  if (view.is_contiguous && (view.numel > 1 || reinterpret_cast<uintptr_t>(view.data) % 64 == 0)) return false;
-  const Reference answer(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, nullptr));
-  if (!answer) PyErr_Clear();
-  return answer.get() != Py_False;
-}
-
 inline const void* storage_of(PyObject* tensor) {
   const Reference storage(PyObject_CallMethod(tensor, "untyped_storage", nullptr));
   const Reference address(storage.get() ? PyObject_GetAttrString(storage.get(), "_cdata") : nullptr);
@@ -211,18 +222,16 @@ inline void prefetch(const View& view, const Known& known) {
   }
 }
 
-// Null for `tensor` is an error of Python's.
-inline Code read_tensor(Column& column, size_t i, PyObject* tensor) {
+// Null for `tensor` is an error of Python's. `is_kept`: a gradient that its parameter loses and the caller keeps, so
+// that no other code may write to its memory.
+inline Code read_tensor(Column& column, size_t i, PyObject* tensor, bool is_kept) {
   View view, &former = column.views[i];
-  if (!tensor || ((column.from != From::kList || column.known[i].spec) && !is_plain(tensor)) ||
-      !read(tensor, view, column.is_grads() ? nullptr : former.data)) {
-    return PyErr_Clear(), kDiffers;
-  }
+  if (!tensor || !read(tensor, view, column.is_grads() ? nullptr : former.data)) return PyErr_Clear(), kDiffers;
   if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
       layout_number(view) != column.known[i].layout) {
     return kDiffers;
   }
-  if (column.is_grads() ? is_negated(tensor, view) : view.data != former.data) return kDiffers;
+  if (column.is_grads() ? is_kept && !view.fills_storage : view.data != former.data) return kDiffers;
   former = view;
   return kRuns;
 }
@@ -241,7 +250,8 @@ inline bool take_part(Column& column, const Known& known, PyObject* whole, Refer
   return part && (!column.is_written || PyList_Append(column.whole, whole) == 0);
 }
 
-inline Code read_column(Column& column) {
+inline Code read_column(Column& column, bool takes) {
+  const bool is_kept = takes && !column.is_written;
   const size_t count = column.known.size();
   const bool is_given = column.read != nullptr;
   const bool collects = !is_given && (column.from != From::kList || column.is_sharded);
@@ -264,35 +274,28 @@ inline Code read_column(Column& column) {
       if (!take_part(column, column.known[i], tensor, part)) return PyErr_Clear(), kDiffers;
       tensor = part.get();
     }
-    if (const Code code = read_tensor(column, i, tensor)) return code;
+    if (const Code code = read_tensor(column, i, tensor, is_kept)) return code;
     if (collects) PyList_SetItem(column.read, i, Py_NewRef(tensor));
   }
   return kRuns;
 }
 
 // Whether two gradients lie at one place.
-inline bool is_shared(State& state) {
-  size_t count = 0, size = 64;
-  for (const Column& column : state.columns) count += column.is_grads() ? column.known.size() : 0;
-  while (size < 2 * count) size *= 2;
-  state.seen.assign(size, nullptr);
+inline bool is_shared(const State& state) {
+  std::vector<const void*> places;
   for (const Column& column : state.columns) {
     for (const View& view : column.views) {
-      if (!column.is_grads() || view.numel == 0) continue;
-      size_t at = (reinterpret_cast<uintptr_t>(view.data) >> 4) * 0x9e3779b97f4a7c15ull % size;
-      for (; state.seen[at]; at = (at + 1) % size) {
-        if (state.seen[at] == view.data) return true;
-      }
-      state.seen[at] = view.data;
+      if (column.is_grads() && view.numel > 0) places.push_back(view.data);
     }
   }
-  return false;
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end()) != places.end();
 }
 
 // A number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything else.
 inline bool take_value(PyObject* from, Value& value) {
   View& view = value.view;
-  if (!PyFloat_Check(from) && !PyLong_Check(from)) return is_plain(from) && read(from, view);
+  if (!PyFloat_Check(from) && !PyLong_Check(from)) return read(from, view);
   value.number = PyFloat_AsDouble(from);
   if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
   view.data = &value.number, view.numel = 1, view.dtype = aoti_torch_dtype_float64();
@@ -334,8 +337,7 @@ struct Given {
     lists.push_back(&views);
     for (Py_ssize_t i = 0; i < count; ++i) {
       const Reference tensor(PySequence_GetItem(tensors, i));
-      if (!tensor || !is_plain(tensor.get()) || !read(tensor.get(), views[i])) return false;
-      if (is_negated(tensor.get(), views[i])) return false;
+      if (!tensor || !read(tensor.get(), views[i])) return false;
     }
     return true;
   }
@@ -385,9 +387,21 @@ inline bool take_grads(const State& state) {
   return true;
 }
 
+// Of columns that were just read.
+inline Code make_calls(State& state, PyObject* arguments, bool may_share) {
+  if (!may_share && is_shared(state)) return kDiffers;
+  std::vector<Given> given(state.calls.size());
+  for (size_t i = 0; i < given.size(); ++i) {
+    PyObject* const of_call = PyList_GetItem(arguments, i);
+    if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
+  }
+  return run_calls(given) && bump_versions(state) ? kRuns : kError;
+}
+
 // `grads`: for each column of gradients a list in place of those in `.grad` or None; or None for all. `takes`: see
 // `take_grads`.
-inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share, bool takes) {
+inline Code run_again(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share,
+                      bool takes) {
   if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kDiffers;
   if (!same_state(state)) return kDiffers;
   for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
@@ -400,17 +414,31 @@ inline Code run_once(State& state, PyObject* groups, PyObject* arguments, PyObje
       if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.known.size())) return PyErr_Clear(), kDiffers;
       Py_IncRef(column.read = list);
     }
-    if (const Code code = read_column(column)) return code;
+    if (const Code code = read_column(column, takes)) return code;
   }
-  if (!may_share && is_shared(state)) return kDiffers;
-  std::vector<Given> given(state.calls.size());
-  for (size_t i = 0; i < given.size(); ++i) {
-    PyObject* const of_call = PyList_GetItem(arguments, i);
-    if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
-  }
-  if (!run_calls(given) || !bump_versions(state) || (takes && !take_grads(state))) return kError;
-  return kRuns;
+  const Code code = make_calls(state, arguments, may_share);
+  return code == kRuns && takes && !take_grads(state) ? kError : code;
 }
+
+// While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
+class PlainGetters {
+ public:
+  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", nullptr); }
+  ~PlainGetters() {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    call("__exit__", "OOO");
+    PyErr_Restore(type, value, traceback);
+  }
+
+ private:
+  void call(const char* method, const char* arguments) {
+    const Reference done(guard_ ? PyObject_CallMethod(guard_.get(), method, arguments, Py_None, Py_None, Py_None)
+                                : nullptr);
+    if (!done) PyErr_Clear();
+  }
+  Reference guard_;
+};
 
 // run(plan, groups, arguments, grads, may_share, takes): the list of the lists of gradients that were read, or None.
 inline PyObject* run(PyObject*, PyObject* given) {
@@ -422,13 +450,13 @@ inline PyObject* run(PyObject*, PyObject* given) {
   // It may be running: Python code runs where an object dies.
   if (state->is_running) return Py_NewRef(Py_None);
   state->is_running = true;
-  const Code code = run_once(*state, groups, arguments, grads, may_share, takes);
+  const PlainGetters guard;
+  const Code code = run_again(*state, groups, arguments, grads, may_share, takes);
   PyObject* result = code == kError ? nullptr : code == kDiffers ? Py_NewRef(Py_None) : PyList_New(0);
   for (Column& column : state->columns) {
     if (code == kRuns && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
-    Py_CLEAR(column.read);
-    Py_CLEAR(column.whole);
   }
+  state->forget();
   state->is_running = false;
   return result;
 }
@@ -458,12 +486,13 @@ inline int add_column(State& state, PyObject* from) {
       column.is_sharded = true;
     }
     View view;
-    if (!is_plain(tensor) || !read(tensor, view) || is_negated(tensor, view)) return -2;
+    if (!read(tensor, view)) return -2;
     if (size == 2 && !is_plain(owner) && !is_sharded(owner)) return -2;
     column.views.push_back(view);
     // Gradients are others at each run.
     column.known.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor), std::move(spec)});
   }
+  if (column.is_grads()) Py_IncRef(column.read = tensors);
   state.columns.push_back(std::move(column));
   return static_cast<int>(state.columns.size() - 1);
 }
@@ -496,21 +525,6 @@ inline bool add_calls(State& state, PyObject* calls) {
   return true;
 }
 
-// While one lives, torch's getters do not look for __torch_function__, which takes longer than they do.
-class PlainGetters {
- public:
-  PlainGetters() : guard_(PyObject_CallObject(torch.plain_getters, nullptr)) { call("__enter__", nullptr); }
-  ~PlainGetters() { call("__exit__", "OOO"); }
-
- private:
-  void call(const char* method, const char* arguments) {
-    const Reference done(guard_ ? PyObject_CallMethod(guard_.get(), method, arguments, Py_None, Py_None, Py_None)
-                                : nullptr);
-    if (!done) PyErr_Clear();
-  }
-  Reference guard_;
-};
-
 // marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
 inline PyObject* marks(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);
@@ -522,7 +536,7 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
     prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
     View view;
-    if (!tensor || !is_plain(tensor) || !read(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!tensor || !look(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
     const Reference version(torch.get_version(torch.version, tensor, nullptr));
     if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
@@ -562,9 +576,7 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
       const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
       part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
       View view;
-      if (!is_placed || !part || !is_plain(part.get()) || !read(part.get(), view)) {
-        return PyErr_Clear(), Py_NewRef(Py_None);
-      }
+      if (!is_placed || !part || !look(part.get(), view)) return PyErr_Clear(), Py_NewRef(Py_None);
       if (view.numel == 0) part.reset();
     }
     if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
@@ -602,11 +614,26 @@ inline PyObject* make_plan(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "OOOOO", &state->groups, &state->members, &state->mappings, &state->idle, &calls)) {
     return nullptr;
   }
+  const PlainGetters guard;
   if (!add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  state->forget();
   const auto free = [](PyObject* plan) { delete static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule)); };
   PyObject* const plan = PyCapsule_New(state.get(), kCapsule, free);
   if (plan) state.release();
   return plan;
+}
+
+// run_once(calls, arguments): makes the calls of a plan that nobody keeps, unless two gradients lie at one place.
+// Whether it has.
+inline PyObject* run_once(PyObject*, PyObject* given) {
+  PyObject *calls, *arguments;
+  if (!PyArg_ParseTuple(given, "OO", &calls, &arguments)) return nullptr;
+  State state{};
+  const PlainGetters guard;
+  const Code code = add_calls(state, calls) ? make_calls(state, arguments, false)
+                    : PyErr_Occurred()      ? kError
+                                            : kDiffers;
+  return code == kError ? nullptr : PyBool_FromLong(code == kRuns);
 }
 
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
@@ -630,15 +657,23 @@ inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   return PyBool_FromLong(true);
 }
 
-// use_python(exchange, Tensor.grad, Tensor._version, increment_version, Tensor.is_neg, types,
-// DisableTorchFunctionSubclass): whether there will be plans.
+// The C function of a bound method that takes no arguments; null for others.
+inline PyCFunction function_of(PyObject* method) {
+  return PyCFunction_GetFlags(method) == METH_NOARGS ? PyCFunction_GetFunction(method) : nullptr;
+}
+
+// use_python(exchange, Tensor.grad, Tensor._version, increment_version, types, DisableTorchFunctionSubclass, and of a
+// tensor and its storage the methods is_neg, untyped_storage, nbytes and data_ptr): whether there will be plans.
 inline PyObject* use_python(PyObject*, PyObject* given) {
-  PyObject* capsule;
+  PyObject *capsule, *is_neg, *untyped_storage, *nbytes, *data_ptr;
   Torch found;
-  if (!PyArg_ParseTuple(given, "OOOOOOO", &capsule, &found.grad, &found.version, &found.increment_version,
-                        &found.is_neg, &found.types, &found.plain_getters)) {
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOO", &capsule, &found.grad, &found.version, &found.increment_version,
+                        &found.types, &found.plain_getters, &is_neg, &untyped_storage, &nbytes, &data_ptr)) {
     return nullptr;
   }
+  found.is_neg = function_of(is_neg), found.untyped_storage = function_of(untyped_storage);
+  found.nbytes = function_of(nbytes), found.data_ptr = function_of(data_ptr);
+  if (PyErr_Occurred()) return nullptr;
   found.exchange =
       static_cast<const python_abi::DLPackExchange*>(PyCapsule_GetPointer(capsule, python_abi::kExchangeCapsule));
   if (!found.exchange) return nullptr;
@@ -651,9 +686,8 @@ inline PyObject* use_python(PyObject*, PyObject* given) {
   found.get_version = reinterpret_cast<descrgetfunc>(slot(found.version, Py_tp_descr_get));
   found.params = PyUnicode_InternFromString("params");
   const bool fits = found.exchange->header.major == 1 && found.exchange->view && found.get_grad && found.set_grad &&
-                    found.get_version;
-  for (PyObject* object :
-       {found.grad, found.version, found.increment_version, found.is_neg, found.types, found.plain_getters}) {
+                    found.get_version && found.is_neg && found.untyped_storage && found.nbytes && found.data_ptr;
+  for (PyObject* object : {found.grad, found.version, found.increment_version, found.types, found.plain_getters}) {
     Py_IncRef(object);
   }
   if (fits && found.params) torch = found;

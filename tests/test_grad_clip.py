@@ -85,6 +85,23 @@ def test_mixed_dtypes_layouts_and_missing_gradients():
         torch.testing.assert_close(p.grad, (g / (exact + 1e-6)).to(g.dtype))
 
 
+FORMS = {
+    "columns of a wider tensor": lambda g: torch.cat([g, g], 1)[:, : g.shape[1]],
+    "every second element": lambda g: torch.stack([g, g], -1)[..., 0],
+    "transposed": lambda g: g.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_fp32_gradients_of_any_layout_are_clipped_as_by_torch(form):
+    found = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        params = parameters(torch.float32, shapes=[(4, 6), (5, 3)])
+        params[0].grad = form(params[0].grad)
+        found.append([clip(params, 0.5), *grads(params)])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_sparse_gradients_count_their_duplicates_once(norm_type):
     embedding = nn.Embedding(6, 3, sparse=True)

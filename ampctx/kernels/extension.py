@@ -163,8 +163,10 @@ def _makes_plans(library: Any) -> bool:
         return False
     # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
     version: Any = Tensor._version
-    getters = Tensor.grad, version, increment_version, Tensor.is_neg
-    return bool(library.use_python(exchange, *getters, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass))
+    getters = Tensor.grad, version, increment_version, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass
+    storage = (t := torch.empty(0, device="cpu")).untyped_storage()
+    asked = t.is_neg, t.untyped_storage, storage.nbytes, storage.data_ptr
+    return bool(library.use_python(exchange, *getters, *asked))
 
 
 def _register(library: Any, backend: str, namespace: str) -> None:

@@ -73,10 +73,7 @@ def make_plan(
     must have no gradient.
     """
     columns = [column for call in calls for column in call.columns]
-    first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
-    if extension.plans is None or is_watched() or not isinstance(first, Tensor):
-        return None
-    if not extension.serves(first.device.type):
+    if not _are_served(columns):
         return None
     _use_dtensor()
     # C knows a column by its owners, so that the lists of a call which are one list are read once.
@@ -84,6 +81,25 @@ def make_plan(
     kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
     made = extension.plans.make_plan(*kept, [tuple(call) for call in calls])
     return None if made is None else Plan(made, (*kept, owners))
+
+
+def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool:
+    """Makes calls of lists and gradients, no two of which may lie at one place, without a plan for the next time. False
+    where a plan could not, and nothing has changed then. ``arguments``: see ``Plan.run``."""
+    if not _are_served([column for call in calls for column in call.columns]):
+        return False
+    try:
+        return bool(extension.plans.run_once([tuple(call) for call in calls], arguments))
+    except RuntimeError as error:
+        raise_out_of_memory(error)
+        raise
+
+
+def _are_served(columns: list[Column]) -> bool:
+    first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
+    if extension.plans is None or is_watched() or not isinstance(first, Tensor):
+        return False
+    return extension.serves(first.device.type)
 
 
 # --- what is as it was: in C, and in a loop of Python's for what is no plain tensor -----------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
@@ -136,7 +138,7 @@ class StepPlan:
             local(list(map(stored_grad, work.members))) if own is None else own
             for work, own in zip(self._works, given, strict=True)
         ]
-        if any(grad is None for own in now for grad in own):
+        if {None if grad is None else grad.layout for own in now for grad in own} != {torch.strided}:
             return None  # the plan finds the same, and does not run
         works = [work._replace(lists={**work.lists, "grads": own}) for work, own in zip(self._works, now, strict=True)]
         return optimizer._global_norm(works, scaling)

@@ -31,7 +31,7 @@ class FusedSGD(FusedOptimizer):
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
-        set_grad_none, False by default, and the keywords: see ``FusedOptimizer``.
+        set_grad_none, and the keywords: see ``FusedOptimizer``.
     """
 
     _op = "sgd"
@@ -47,7 +47,7 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
+        set_grad_none: bool = True,
         **shared: Unpack[SharedOptions],
     ) -> None:
         self.wd_after_momentum = wd_after_momentum

@@ -16,7 +16,7 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.plan import PlannedCall, SpreadGrads, make_plan, spread_grads
+from ampctx.kernels.plan import PlannedCall, SpreadGrads, run_once, spread_grads
 from ampctx.kernels.sharding import (
     Grid,
     any_sharded,
@@ -261,11 +261,9 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
         PlannedCall("multi_tensor_unscale_l2norm", [(params, grads)], ()),
         PlannedCall("multi_tensor_scale_clipped", [(params, grads), (params, grads)], (1,)),
     ]
-    if (plan := make_plan([], calls)) is None:
-        return None
     norm, each = (torch.empty(size, dtype=torch.float32, device=grads[0].device) for size in ((), 0))
     flag = torch.empty_like(norm)
-    if plan.run([], [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)], may_share=False) is None:
+    if not run_once(calls, [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)]):
         return None
     set_each(grads, CLIPPED, norm)
     return norm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import ops
-from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Plan, PlannedCall, make_plan
 from ampctx.kernels.sharding import local, may_arrive_as_sums
@@ -34,6 +34,8 @@ def frame_plan(
     there = [(p, grad) for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None]
     # By the gradient, or this rank's part of it.
     leaf_of = {id(part): pair for part, pair in zip(local([grad for _, grad in there]), there, strict=True)}
+    if len(leaf_of) < len(there):
+        return None  # parameters share a gradient, and the next block may give each its own
     planned = []
     for call in calls:
         tensors, is_norm = list(call.lists[0]), call.op.startswith(_NORM)
@@ -66,13 +68,13 @@ class FramePlan:
         self._place = masters.place
         self._masters = None if made is None else made.masters
 
-    def leave(self, factor: PerDevice, found_inf: FoundInf) -> tuple[bool, Pending | None]:
+    def leave(self, factor: Factor, found_inf: FoundInf) -> tuple[bool, Pending | None]:
         """Ends the frame: whether it has, and the pending gradients. Where it has not, nothing has changed. No host
         sync."""
         update, device = found_inf.update, self._device
         if (update is not None) is not self._updates or ops.is_watched():
             return False, None
-        flag, inv_scale = found_inf.on(device), factor.on(device)
+        flag, inv_scale = found_inf.on(device), factor.on(device) if isinstance(factor, PerDevice) else factor
         norms: list[Tensor] = []
         arguments: list[tuple[Any, ...]] = []
         for op in self._ops:

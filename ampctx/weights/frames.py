@@ -147,7 +147,7 @@ class Frames:
         frame, masters = self.frames[-1], self._masters
         factor = frame.inv_scale if inv_scale is None else inv_scale
         is_alone = len(self.frames) == 1 and not (frame.stash or frame.is_window or done is not None)
-        is_usual = is_alone and isinstance(factor, PerDevice) and (masters.takes_pending or not masters.pairs)
+        is_usual = is_alone and (masters.takes_pending or not masters.pairs)
         is_usual = is_usual and masters.place.pending is None and masters.have_no_grads()
         if self.plan is not None:
             if is_usual and self._left_by_plan(self.plan, factor, found_inf):
@@ -161,13 +161,8 @@ class Frames:
         self.plan = frame_plan(masters, calls, before, masters.place.pending) if calls else None
         return None
 
-    def _left_by_plan(self, plan: FramePlan, factor: Any, found_inf: FoundInf) -> bool:
-        params = self._masters.params_with_master
+    def _left_by_plan(self, plan: FramePlan, factor: Factor, found_inf: FoundInf) -> bool:
         if plan.leaves is not self._masters.leaves:
-            return False
-        # Views into buckets, see ``_of_masters``. Where one process alone has any, all are.
-        suspects = params if is_distributed() else params[:1]
-        if not all(_fills_its_storage(g) for p in suspects if (g := p.grad) is not None):
             return False
         try:
             has_left, pending = plan.leave(factor, found_inf)
@@ -298,8 +293,9 @@ class Frames:
         grads: dict[Tensor, Tensor | None] = {}
         arrived, before, unseen = [], [], []
         resolved = tensor_loops.all_resolved([grad for grad in map(grad_of, params) if grad is not None])
-        # By place, because two parameters may hold one gradient.
+        # By place, because two parameters may hold one gradient, which is scaled once. ``summed``: sums already.
         alone: dict[Any, Tensor] = {}
+        summed: set[Any] = set()
         for p in params:
             new, old = p.grad, base.get(p)
             total = old
@@ -309,11 +305,15 @@ class Frames:
                 total = _add_sparse(new, old, factor, found_inf).to(new.dtype)
             elif new is not None:
                 total = _writable(new, resolved)
+                if (place := _place_of(total)) in summed or (old is not None and place in alone):
+                    total = total.clone()
+                    place = _place_of(total)
                 if old is not None:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
+                    summed.add(place)
                 else:
-                    alone[_place_of(total)] = total
+                    alone[place] = total
             grads[p] = total
         if arrived:
             foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0, arg_to_check=-1 if check_before() else 0)

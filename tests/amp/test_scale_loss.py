@@ -8,6 +8,7 @@ from kit import INF, LEVELS, START, Probe, backward, grads, probe, start
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError
+from ampctx.optimizers import FusedAdam
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -132,17 +133,34 @@ def test_an_integer_of_numpy_is_a_loss_id(session):
     assert session.state_dict()["loss_scaler1"]["loss_scale"] == START / 2
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("kind", ["one-tensor", "two-views"])
-def test_a_gradient_that_two_parameters_hold_is_unscaled_once(session, kind):
-    """As code does that ties weights by hand."""
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_gradient_that_two_parameters_hold_is_unscaled_once(session, level, kind, to_none):
+    """As code does that ties weights by hand, in some of its blocks."""
     model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(2)])
-    model, optimizer = session.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1")
+    optimizer = FusedAdam(model.parameters())
+    model, optimizer = session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     first, second, other = model.parameters()
-    with session.scale_loss((first.sum() + other.sum()) * 2, optimizer) as loss:
+    for is_shared in (True, False, True):
+        with session.scale_loss(first.sum() + 5 * second.sum() + other.sum(), optimizer) as loss:
+            loss.backward()
+            if is_shared:
+                second.grad = first.grad if kind == "one-tensor" else first.grad.view(3)
+        assert [g[0].item() for g in grads(session, optimizer)] == [1.0, 1.0 if is_shared else 5.0, 1.0]
+        optimizer.zero_grad(set_to_none=to_none)
+
+
+def test_a_shared_gradient_is_added_to_those_of_both_parameters(session):
+    model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(3)])
+    model, optimizer = session.initialize(model, FusedAdam(model.parameters()), loss_scale=64.0, verbosity=0)
+    first, second, third = model.parameters()
+    for p, before in ((first, 1.0), (second, 2.0)):
+        p.grad = torch.full((3,), before)
+    with session.scale_loss(4 * first.sum(), optimizer) as loss:
         loss.backward()
-        second.grad = first.grad if kind == "one-tensor" else first.grad.view(3)
-    for p in (first, second, other):
-        assert torch.equal(p.grad, torch.full_like(p, 2.0))
+        second.grad = third.grad = first.grad
+    assert [p.grad[0].item() for p in (first, second, third)] == [5.0, 6.0, 4.0]
 
 
 class Wrapper(torch.optim.Optimizer):

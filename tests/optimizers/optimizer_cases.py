@@ -191,6 +191,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "replace a state dict": replace_state_dict,
     "replace memory of state": lambda o: setattr(state_of_first(o)["exp_avg"], "data", torch.full((3, 5), 2.0)),
     "replace data": replace_data,
+    "negate a weight": lambda o: setattr(params_of(o)[0], "data", torch._neg_view(params_of(o)[0].data)),
+    "negate a state": lambda o: state_of_first(o).update(exp_avg=torch._neg_view(state_of_first(o)["exp_avg"])),
     "edit data": edit_data,
     "edit a weight": lambda o: params_of(o)[0].detach().mul_(1.01),
     "cast to fp32": lambda o: cast(o, torch.float32),

@@ -148,7 +148,7 @@ def test_a_parameter_may_change_its_layout_between_steps():
 def test_zero_grad(name):
     optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     (p,) = params_of(optimizer)
-    assert optimizer.set_grad_none is (name != "sgd")
+    assert optimizer.set_grad_none
     for argument, expected in [((), optimizer.set_grad_none), ((True,), True), ((False,), False)]:
         p.grad = torch.ones(3)
         optimizer.zero_grad(*argument)
@@ -328,7 +328,7 @@ def test_a_capturable_lr_that_cannot_be_used_is_named_and_nothing_changes(make, 
 
 SIGNATURES = {
     FusedAdam: (1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, False, True, False, False),
-    FusedSGD: (0.1, 0, 0, 0, False, False, True, False),
+    FusedSGD: (0.1, 0, 0, 0, False, False, True, True),
     FusedLAMB: (1e-3, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, True, 1.0, False),
     FusedNovoGrad: (1e-3, True, (0.9, 0.999), 1e-8, 0.0, False, False, True, 2, False, True),
     FusedAdagrad: (1e-2, 1e-10, 0.0, True, False),
@@ -350,7 +350,7 @@ def test_apexs_attributes():
     sgd, adagrad, mixed = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters()), FusedMixedPrecisionLamb(parameters())
     assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
     assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
-    assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, False)
+    assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, True)
     assert (sgd.most_recent_scale, sgd.scale_set_by_backward) == (1.0, False)
     assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
     assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
-import platform
-import sys
 import weakref
 from functools import partial
 
@@ -80,6 +77,9 @@ def test_a_parameter_that_gets_its_first_gradient_is_stepped():
 FORMS = {
     "channels_last": lambda g: g.to(memory_format=torch.channels_last) if g.dim() == 4 else g,
     "expanded": lambda g: g.flatten()[:1].expand(g.numel()).view(g.shape) if g.dim() == 1 else g,
+    "negated": lambda g: torch._neg_view(-g),
+    "with others in between": lambda g: torch.stack([g, -g], -1)[..., 0],
+    "of a wider tensor": lambda g: torch.stack([g, -g])[0],
 }
 
 
@@ -188,40 +188,25 @@ def test_memory_that_is_gone_between_steps_is_named(offset):
     assert torch.equal(params[0], before)
 
 
-def python_calls(fn):
-    found = 0
-
-    def count(frame, event, arg):
-        nonlocal found
-        found += event == "call"
-
-    sys.setprofile(count)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-    return found
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}])
+def test_a_gradient_beyond_its_storage_is_named(options):
+    optimizer = FusedAdam([nn.Parameter(torch.ones(1000)) for _ in range(2)], **options)
+    run(optimizer, 3)
+    give(params_of(optimizer), gradients(params_of(optimizer), 3))
+    params_of(optimizer)[1].grad.untyped_storage().resize_(64)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_adam: grads\[1\] has no memory"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks Linux for low addresses as x86-64 has them")
-def test_addresses_as_low_as_in_a_python_at_a_fixed_address_are_memory():
-    """Debian's and Ubuntu's: its heap lies below 4 GB."""
-    size, protection, flags = 4096, 3, 0x62  # to read and write; private, anonymous, below 2 GB
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    low = libc.mmap(None, ctypes.c_size_t(size), protection, flags, -1, ctypes.c_size_t(0))
-    high = (ctypes.c_char * size)()
-    assert low < 2**32
-    calls = []
-    for place in ((ctypes.c_char * size).from_address(low), high):
-        memory = torch.frombuffer(place, dtype=torch.float32)
-        params = [nn.Parameter(t) for t in memory[:30].split(3)]
-        optimizer = FusedAdam(params)
-        for step in range(4):
-            for param, grad in zip(params, memory[30:60].split(3), strict=True):
-                param.grad = grad.fill_(step)
-            calls.append(python_calls(optimizer.step))
-    assert calls[3] == calls[7] < calls[0]
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_a_sparse_gradient_after_dense_ones_is_named(name):
+    optimizer = BY_NAME[name](parameters(shapes=[(4, 5)]))
+    run(optimizer, 3)
+    params_of(optimizer)[0].grad = torch.ones(4, 5).to_sparse()
+    with pytest.raises(AmpError, match="sparse gradients, and param_groups"):
+        optimizer.step()
 
 
 def test_finalizers_that_change_lists_and_state_while_a_step_reads_them():

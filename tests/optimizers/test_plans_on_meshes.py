@@ -56,6 +56,7 @@ def plain_parameters_beside(optimizer):
 
 # The memory of a DTensor is that of its part.
 OF_PLAIN_TENSORS = ("replace memory of state", "replace data", "edit data", "cast to fp32", "cast to fp64")
+OF_PLAIN_TENSORS += ("negate a weight", "negate a state")
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from ampctx import AmpError, GradScaler
 
 CAST = ("O2", "O5")
 MAKE = {name: partial(OPTIMIZERS[name], lr=0.125, momentum=0.5) for name in ("SGD-plain", "SGD-foreach", "SGD-fused")}
-MAKE["FusedSGD"] = partial(OPTIMIZERS["FusedSGD"], lr=0.125, momentum=0.5, set_grad_none=True)
+MAKE["FusedSGD"] = partial(OPTIMIZERS["FusedSGD"], lr=0.125, momentum=0.5)
 # torch's fused SGD does not step a parameter that joins others with momentum.
 REFERENCE = {**MAKE, "SGD-fused": MAKE["SGD-foreach"]}
 SGD = partial(torch.optim.SGD, lr=0.125)
