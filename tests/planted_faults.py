@@ -153,6 +153,14 @@ FAULTS = [
         f"{ROWS}ranks_skip_together.py -k view",
     ),
     Fault(
+        "a plan reads a negated tensor as it lies", "csrc/plan.h",
+        "if (is_negated.get() != Py_False) return PyErr_Clear(), false;", "", f"{ROWS}fuzz_programs.py",
+    ),
+    Fault(
+        "a plan keeps a gradient that is a part of a buffer", "csrc/plan.h",
+        "is_kept && !view.fills_storage", "false", f"{ROWS}fuzz_programs.py",
+    ),
+    Fault(
         "a guard compares the norm after a clip", "ampctx/optimizers/_guard.py",
         "norm = torch.maximum(norm, before.to(norm))", "pass",
         "tests/optimizers/test_guards.py",
