@@ -64,9 +64,11 @@ test-clients: $(VENV)/clients.done
 sanitize: $(VENV)/test.done
 	$(PY) tests/reliability/sanitize.py $(ARGS)
 
-# What takes too long for each change: the sanitizers, minutes of wrong calls, many more examples for the properties.
+# What takes too long for each change: the sanitizers, minutes of wrong calls, 5,000 programs, many more examples for the
+# properties.
 test-hard: sanitize
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
+	$(PY) tests/reliability/fuzz_programs.py --programs 5000 --seed $$(date +%s)
 	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
 
 lint: $(VENV)/lint.done $(VENV)/test.done

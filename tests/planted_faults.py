@@ -149,6 +149,14 @@ FAULTS = [
         f"{ROWS}ranks_skip_together.py -k view",
     ),
     Fault(
+        "a plan reads a negated tensor as it lies", "csrc/plan.h",
+        "if (is_negated.get() != Py_False) return PyErr_Clear(), false;", "", f"{ROWS}fuzz_programs.py",
+    ),
+    Fault(
+        "a plan keeps a gradient that is a part of a buffer", "csrc/plan.h",
+        "is_kept && !view.fills_storage", "false", f"{ROWS}fuzz_programs.py",
+    ),
+    Fault(
         "a guard asks no other rank", "ampctx/optimizers/_guard.py",
         "norm_of(params, self._group, call)", "norm_of(params, None, call)",
         "tests/optimizers/test_guards.py",

@@ -159,7 +159,10 @@ class Pending:
         """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for a norm of one element, as
         it is now. For a number and an fp32 norm the step forms the factor. No host sync."""
         again = self._norm_again if norm is self._norm else None
-        self.clipped_from, self._norm_again = norm, norm.clone() if again is None else again
+        again = norm.clone() if again is None else again
+        if norm is self._norm:  # else that of other gradients, too
+            self._norm = again
+        self.clipped_from, self._norm_again = norm, again
         if isinstance(max_norm, Tensor):
             coefficient = torch.clamp(foreach.move(max_norm, norm.device) / (norm + 1e-6), max=1.0)
             self._clip = PerDevice(coefficient.reshape(()).float())
@@ -170,9 +173,7 @@ class Pending:
 
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients as they are now, 0-d fp32 on the device of the first. No host sync."""
-        if self._clip is None or self._norm_again is None:
-            return self._norm
-        return self._norm_again * foreach.move(self._clip.value, self._norm_again.device)
+        return self._norm if self._clip is None else self._norm * foreach.move(self._clip.value, self._norm.device)
 
     @torch.no_grad()
     def write(self) -> None:

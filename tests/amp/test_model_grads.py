@@ -255,3 +255,16 @@ def test_threads_may_read_gradients(session):
             found = list(pool.map(lambda p: p.grad, params * 4))
         assert all(grad is not None for grad in found)
         session.reset()
+
+
+def test_lamb_goes_by_the_norm_of_all_gradients_after_a_clip(session):
+    """Of 16-bit and fp32 weights: a clip has joined their norms."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = optimizers.FusedLAMB(model.parameters(), betas=(0.0, 0.999), weight_decay=0.0, max_grad_norm=1.0)
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    with session.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
+        scaled.backward()
+    clip_grad_norm_(session.master_params(optimizer), 100.0)
+    optimizer.step()
+    for entry in optimizer.state.values():
+        torch.testing.assert_close(entry["exp_avg"], torch.full_like(entry["exp_avg"], 18**-0.5))
