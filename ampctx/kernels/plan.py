@@ -165,8 +165,7 @@ def advanced(former: bytes) -> bytes:
     if extension.plans is not None:
         return bytes(extension.plans.advanced(former))
     numbers = array("q", former)
-    for i in range(0, len(numbers), 2):
-        numbers[i] += 1
+    numbers[::2] = array("q", [version + 1 for version in numbers[::2]])
     return numbers.tobytes()
 
 
