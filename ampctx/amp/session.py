@@ -49,7 +49,7 @@ from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
 from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
-from ampctx.weights.masters import MasterParams
+from ampctx.weights.masters import LOADED, MasterParams
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt")  # an optimizer, or what wraps one
@@ -496,6 +496,8 @@ class AmpSession:
         for binding in block.bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.enter(block.factor, block.inv_scale)
+        if len(LOADED):
+            LOADED.clear()
         for b in idle if not block.scale.is_identity else ():
             block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
 
@@ -615,7 +617,7 @@ class AmpSession:
 
         def each() -> Iterator[Tensor]:
             yield from params
-            if binding is not None and binding.gradients.is_idle:
+            if binding is not None and binding.gradients.is_idle and not torch.compiler.is_compiling():
                 binding.masters.round_again()  # a loop may have written them
 
         return each()

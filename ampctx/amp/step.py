@@ -36,7 +36,7 @@ from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
-from ampctx.weights.masters import MasterParams
+from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
 
@@ -279,6 +279,8 @@ class OptimizerBinding:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
         no block has checked: with or without these, because ranks may differ in that."""
         self._catch_up(weights_final=True, before_step=True)
+        if len(LOADED):
+            LOADED.clear()
         if self.events.written and (names := self.masters.written_through_data()):
             tell(self.events.written, self, names)
         flags, scale = self.flags.by_loss, self.loss_scales[0]

@@ -53,12 +53,13 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
     """Undoes ``split``, bit for bit; a nan comes back as a quiet nan."""
-    return (torch.bitwise_left_shift(high.view(torch.int16).int(), 16) + remainder.int()).view(torch.float32)
+    high_bits = high.resolve_neg().view(torch.int16).int()
+    return (torch.bitwise_left_shift(high_bits, 16) + remainder.int()).view(torch.float32)
 
 
 def spacing(p: Tensor) -> Tensor:
     """The distance from 16-bit numbers to their neighbours away from zero, fp32; nan for inf and nan."""
-    magnitude = p.view(torch.int16) & 0x7FFF
+    magnitude = p.resolve_neg().view(torch.int16) & 0x7FFF
     # Bit patterns that differ only in the last bit are neighbours between the same powers of two.
     odd, even = (bits.view(p.dtype).float() for bits in (magnitude | 1, magnitude & ~1))
     return odd - even

@@ -224,7 +224,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
-        if alone := [name for name in _OF_CLASS if name in group]:
+        # ZeroRedundancyOptimizer puts the arguments of the class into its groups.
+        if alone := [name for name in _OF_CLASS if name in group and group[name] != getattr(self, name, None)]:
             raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         if group["lr"] is None:
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")

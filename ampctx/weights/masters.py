@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampctx._collectives import is_distributed
 from ampctx._data_writes import DataWrites
@@ -34,6 +35,9 @@ from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
+# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
+# an optimizer or is unfrozen then gets all bits.
+LOADED: Any = WeakIdKeyDictionary()
 
 
 class MasterParams:
@@ -180,6 +184,10 @@ class MasterParams:
             _move_state(optimizer, p, master, torch.float32)
         self.pairs, self.params_without_master, self._frozen = pairs, plain, frozen
         self._derive(optimizer)
+        for p, _ in made:
+            value, version = LOADED.pop(p, (None, 0))
+            if version == version_of(p):
+                self.take_loaded(p, value)
         for p in (*plain, *(p for p, _ in made)) if drop_grads else ():
             if id(p) not in known and p.grad is not None:
                 p.grad = None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.weights.masters import ALIVE, MasterParams
+from ampctx.kernels.tensor_loops import version_of
+from ampctx.weights.masters import ALIVE, LOADED, MasterParams
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
@@ -60,8 +61,10 @@ class _MastersFollow(ModelHook):
         for own, state_dict, prefix in incoming:
             for name, p in own.items():
                 value = state_dict.get(prefix + name)
-                for masters in _masters_with(p):
+                for masters in (owners := _masters_with(p)):
                     masters.take_loaded(p, value)
+                if not owners and isinstance(value, Tensor):
+                    LOADED[p] = value, version_of(p)
         # Includes modules that were added later and have no hooks.
         _loading(list(module.parameters()))
 
