@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.kernels import reference_steps, steps
-from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import layerwise
@@ -170,21 +167,16 @@ class LARC:
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
-        found_inf, inv_scale, clear = taken_found_inf(self), taken_inv_scale(self), FoundInf()
+        found_inf, inv_scale = taken_found_inf(self), taken_inv_scale(self)
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
         own: dict[str, Any] = {"trust_coefficient": self.trust_coefficient, "eps": self.eps, "clip": self.clip}
         norms = layerwise.larc_norms(self.param_groups, gradients, inv_scale)
         for group, decay, (grads, params), along in zip(self.param_groups, decays, gradients, norms, strict=True):
-            for device, fused, (g, p, *joined) in buckets(grads, params, along=along):
-                flag = clear.on(device) if found_inf is None else found_inf.on(device)
-                inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
-                given = {"grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "weight_decay": decay, **own}
-                given |= {"lr": on_device(group["lr"], device), "maximize": bool(group.get("maximize", False))}
-                if fused and not joined:
-                    steps.larc(**given)
-                else:
-                    given |= {"inv_scale": factor(inv), "lr": factor(given["lr"])}
-                    reference_steps.run("larc", {**given, "norms": joined[0] if joined else None})
+            own |= {"weight_decay": decay, "maximize": bool(group.get("maximize", False))}
+            for device, _, (g, p, *joined) in buckets(grads, params, along=along):
+                flag = None if found_inf is None else found_inf.on(device)
+                lr = on_device(group["lr"], device)
+                layerwise.larc(g, p, joined, found_inf=flag, inv_scale=inv_scale, lr=lr, **own)
             wrote(grads)

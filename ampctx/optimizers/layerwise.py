@@ -1,9 +1,9 @@
-"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
-DTensors, and LAMB for apex's amp_C.
+"""Steps by norms of whole tensors, put together: LARC, LAMB and NovoGrad where ranks hold parts of DTensors, and LAMB
+for apex's amp_C.
 
-The ops of LAMB, NovoGrad and LARC make norms, directions and steps at once. That serves neither ranks, none of which
-knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of
-length -1 from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
+The ops of LAMB and NovoGrad make norms, directions and steps at once. That serves neither ranks, none of which knows a
+norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of length -1
+from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
 
 Norms over ranks: each rank makes sums of squares of its parts, one all_reduce adds up those of all parameters, and the
 step goes on with the roots. Every rank sends a number for each parameter with parts, in the order of groups: 0 where
@@ -14,6 +14,7 @@ No host sync.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import maximum_over_ranks
-from ampctx.kernels import foreach
+from ampctx.kernels import foreach, ops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype, widest
+from ampctx.kernels.reference import compute_dtype, scalar, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import device_of
@@ -60,8 +61,7 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
 
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
     """Each tensor times its factor, in place: no op takes one for each tensor."""
-    for t, factor in zip(tensors, factors.unbind(), strict=True):
-        t.mul_(factor)
+    deque(map(Tensor.mul_, tensors, factors.unbind()), maxlen=0)
 
 
 def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
@@ -353,11 +353,59 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
     call.finish(moves, weight_decay=0.0 if inside else decay)
 
 
+def larc(
+    grads: list[Tensor],
+    params: list[Tensor],
+    norms: Sequence[Sequence[Tensor]],
+    found_inf: Tensor | None,
+    inv_scale: Factor,
+    lr: float | Tensor,
+    weight_decay: float,
+    maximize: bool,
+    trust_coefficient: float,
+    eps: float,
+    clip: bool,
+) -> None:
+    """Unscales the gradients of one device and dtype and rewrites them in place, by the formula of LARC.
+
+    ``norms``: of each parameter and each unscaled gradient; none to make them here. If a norm is 0, the gradient is
+    only unscaled. Where ``found_inf`` is not 0, nothing changes."""
+    dtype = compute_dtype(*grads, *params)
+
+    def of_device(value: float | Tensor) -> Tensor:
+        return scalar(ops.factor(value), grads[0], dtype)
+
+    if norms:
+        of_w, of_g = (move(torch.stack(list(each)).to(dtype), grads[0].device) for each in norms)
+    else:
+        measured = ((params, 1.0), (grads, inv_scale))
+        of_w, of_g = (foreach.unscale_l2norms(of, Unread(), factor)[1].to(dtype) for of, factor in measured)
+    rates = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
+    if clip:
+        rates = (rates / of_device(lr)).clamp(max=1.0)
+    # A gradient of 0 stays 0 with a rate of 0, and weights of 0 add no decay.
+    rates = torch.where(of_w == 0, 1.0, torch.where(of_g == 0, 0.0, rates))
+    decay: Factor = -weight_decay if maximize else weight_decay
+    if found_inf is not None:
+        skip = found_inf.reshape(()) != 0
+        scale = inv_scale.on(grads[0].device) if isinstance(inv_scale, PerDevice) else inv_scale
+        inv_scale, decay = (
+            PerDevice(torch.where(skip, kept, of_device(value))) for kept, value in ((1.0, scale), (0.0, decay))
+        )
+        rates = torch.where(skip, 1.0, rates)
+    # Rounded to 16 bits once, at the end.
+    wide = grads if grads[0].dtype == dtype else [torch.empty_like(g, dtype=dtype) for g in grads]
+    foreach.axpby(grads, params, wide, Unread(), inv_scale, decay)
+    multiply(wide, rates)
+    if wide is not grads:
+        foreach.scale(wide, grads, Unread(), 1.0)
+
+
 def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
-) -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """For each group a column: the norms of each parameter and of its gradient, where ranks hold parts, by one
-    all_reduce. Else no column. ``members``: for each group its gradients and their parameters."""
+) -> list[list[Sequence[Tensor]]]:
+    """For each group the norms of its parameters and of its gradients, where ranks hold parts, by one all_reduce; else
+    none. ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):
         return [[] for _ in groups]
     norms = Norms(groups, "LARC.step()")
@@ -367,5 +415,4 @@ def larc_norms(
         norms.add(of_g, params, local(grads), inv_scale)
     norms.add_idle(of_w, [p for _, params in members for p in params])
     joined = norms.join(of_w, of_g)
-    rows = [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
-    return [[list(zip(*of_group, strict=True))] for of_group in rows]
+    return [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
