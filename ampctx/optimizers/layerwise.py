@@ -370,28 +370,27 @@ def larc(
 
     ``norms``: of each parameter and each unscaled gradient; none to make them here. If a norm is 0, the gradient is
     only unscaled. Where ``found_inf`` is not 0, nothing changes."""
-    dtype = compute_dtype(*grads, *params)
+    dtype, device = compute_dtype(*grads, *params), grads[0].device
 
-    def of_device(value: float | Tensor) -> Tensor:
-        return scalar(ops.factor(value), grads[0], dtype)
+    def number(value: Factor | Tensor) -> Tensor:
+        given = value.on(device) if isinstance(value, PerDevice) else value
+        return scalar(ops.factor(given), grads[0], dtype)
 
     if norms:
-        of_w, of_g = (move(torch.stack(list(each)).to(dtype), grads[0].device) for each in norms)
+        of_w, of_g = (move(torch.stack(list(each)).to(dtype), device) for each in norms)
     else:
         measured = ((params, 1.0), (grads, inv_scale))
         of_w, of_g = (foreach.unscale_l2norms(of, Unread(), factor)[1].to(dtype) for of, factor in measured)
     rates = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
     if clip:
-        rates = (rates / of_device(lr)).clamp(max=1.0)
+        rates = (rates / number(lr)).clamp(max=1.0)
     # A gradient of 0 stays 0 with a rate of 0, and weights of 0 add no decay.
     rates = torch.where(of_w == 0, 1.0, torch.where(of_g == 0, 0.0, rates))
     decay: Factor = -weight_decay if maximize else weight_decay
     if found_inf is not None:
         skip = found_inf.reshape(()) != 0
-        scale = inv_scale.on(grads[0].device) if isinstance(inv_scale, PerDevice) else inv_scale
-        inv_scale, decay = (
-            PerDevice(torch.where(skip, kept, of_device(value))) for kept, value in ((1.0, scale), (0.0, decay))
-        )
+        inv_scale = PerDevice(torch.where(skip, 1.0, number(inv_scale)))
+        decay = PerDevice(torch.where(skip, 0.0, number(decay)))
         rates = torch.where(skip, 1.0, rates)
     # Rounded to 16 bits once, at the end.
     wide = grads if grads[0].dtype == dtype else [torch.empty_like(g, dtype=dtype) for g in grads]
