@@ -65,8 +65,8 @@ FAULTS = [
         "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", LAYERWISE,
     ),
     Fault(
-        "larc decays upwards", "ampctx/optimizers/layerwise.py",
-        "-weight_decay if maximize else weight_decay", "weight_decay if maximize else -weight_decay",
+        "larc decays upwards", "ampctx/optimizers/larc.py",
+        "-decay if group", "decay if group",
         "tests/optimizers/test_larc.py",
     ),
     Fault(

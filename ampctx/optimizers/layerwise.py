@@ -1,5 +1,5 @@
-"""Steps by norms of whole tensors, put together: LARC, LAMB and NovoGrad where ranks hold parts of DTensors, and LAMB
-for apex's amp_C.
+"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
+DTensors, and LAMB for apex's amp_C.
 
 The ops of LAMB and NovoGrad make norms, directions and steps at once. That serves neither ranks, none of which knows a
 norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of length -1
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ampctx._collectives import maximum_over_ranks
-from ampctx.kernels import foreach, ops
+from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype, scalar, widest
+from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import device_of
@@ -353,65 +353,18 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
     call.finish(moves, weight_decay=0.0 if inside else decay)
 
 
-def larc(
-    grads: list[Tensor],
-    params: list[Tensor],
-    norms: Sequence[Sequence[Tensor]],
-    found_inf: Tensor | None,
-    inv_scale: Factor,
-    lr: float | Tensor,
-    weight_decay: float,
-    maximize: bool,
-    trust_coefficient: float,
-    eps: float,
-    clip: bool,
-) -> None:
-    """Unscales the gradients of one device and dtype and rewrites them in place, by the formula of LARC.
-
-    ``norms``: of each parameter and each unscaled gradient; none to make them here. If a norm is 0, the gradient is
-    only unscaled. Where ``found_inf`` is not 0, nothing changes."""
-    dtype, device = compute_dtype(*grads, *params), grads[0].device
-
-    def number(value: Factor | Tensor) -> Tensor:
-        given = value.on(device) if isinstance(value, PerDevice) else value
-        return scalar(ops.factor(given), grads[0], dtype)
-
-    if norms:
-        of_w, of_g = (move(torch.stack(list(each)).to(dtype), device) for each in norms)
-    else:
-        measured = ((params, 1.0), (grads, inv_scale))
-        of_w, of_g = (foreach.unscale_l2norms(of, Unread(), factor)[1].to(dtype) for of, factor in measured)
-    rates = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
-    if clip:
-        rates = (rates / number(lr)).clamp(max=1.0)
-    # A gradient of 0 stays 0 with a rate of 0, and weights of 0 add no decay.
-    rates = torch.where(of_w == 0, 1.0, torch.where(of_g == 0, 0.0, rates))
-    decay: Factor = -weight_decay if maximize else weight_decay
-    if found_inf is not None:
-        skip = found_inf.reshape(()) != 0
-        inv_scale = PerDevice(torch.where(skip, 1.0, number(inv_scale)))
-        decay = PerDevice(torch.where(skip, 0.0, number(decay)))
-        rates = torch.where(skip, 1.0, rates)
-    # Rounded to 16 bits once, at the end.
-    wide = grads if grads[0].dtype == dtype else [torch.empty_like(g, dtype=dtype) for g in grads]
-    foreach.axpby(grads, params, wide, Unread(), inv_scale, decay)
-    multiply(wide, rates)
-    if wide is not grads:
-        foreach.scale(wide, grads, Unread(), 1.0)
-
-
 def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
 ) -> list[list[Sequence[Tensor]]]:
-    """For each group the norms of its parameters and of its gradients, where ranks hold parts, by one all_reduce; else
+    """For each group the norms of its gradients and of its parameters, where ranks hold parts, by one all_reduce; else
     none. ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):
         return [[] for _ in groups]
     norms = Norms(groups, "LARC.step()")
-    of_w, of_g = norms.empty(), norms.empty()
+    of_g, of_w = norms.empty(), norms.empty()
     for grads, params in members:
-        norms.add(of_w, params, local(params))
         norms.add(of_g, params, local(grads), inv_scale)
+        norms.add(of_w, params, local(params))
     norms.add_idle(of_w, [p for _, params in members for p in params])
-    joined = norms.join(of_w, of_g)
+    joined = norms.join(of_g, of_w)
     return [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
