@@ -6,7 +6,7 @@ The build writes the C++ side into its own folder:
 
 options.h      a struct of numbers for each op, in the order of its schema
 step_ops.h     the functors of each op, and all that have loops on the CPU;
-               AMPCTX_STEP_OPS(OP, with): OP(name, Options, with) for each op that takes a step, and its lists
+               AMPCTX_STEP_OPS(OP, with): OP(name, Options, with) for each op, and its lists
 <op>.cu        the entry point of an element-wise op on CUDA: each is a compilation of its own
 """
 
@@ -67,10 +67,9 @@ def _state_list(state) -> str:
 
 
 def _step_ops_header(specs) -> str:
-    steps = [spec for spec in specs if spec.takes_step]
     includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
     parts = [_HEADER, "#include <initializer_list>\n", '#include "csrc/functors/dtype.h"', *includes, ""]
-    rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in steps)
+    rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in specs)
     parts += [f"#define AMPCTX_STEP_OPS(OP, with) {rows}", "\nnamespace ampctx {\n", *_functors(specs)]
     parts += [
         "struct StateList {",
@@ -81,7 +80,7 @@ def _step_ops_header(specs) -> str:
         "};\n",
     ]
     parts += ["template <class Options>", "struct StepOp;\n"]
-    for spec in steps:
+    for spec in specs:
         numbers = {number.name for number in spec.numbers}
         rule = "{options.beta1, options.beta2, options.bias_correction, 0}" if "bias_correction" in numbers else "{}"
         argument = "options" if "bias_correction" in numbers else ""
@@ -115,7 +114,7 @@ def texts() -> dict[str, str]:
     """Each file by its name."""
     specs = list(load_spec().SPECS.values())
     found = {"options.h": _options_header(specs), "step_ops.h": _step_ops_header(specs)}
-    return found | {f"{spec.name}.cu": _cuda_source(spec) for spec in specs if spec.elementwise and spec.takes_step}
+    return found | {f"{spec.name}.cu": _cuda_source(spec) for spec in specs if spec.elementwise}
 
 
 def write(folder: Path) -> None:
@@ -168,20 +167,19 @@ def _step_call(spec) -> str:
     positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name not in named_lists), "found_inf: Tensor"]
     positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
-    numbers, written = [number.name for number in spec.numbers], "grads"
-    op = [f'    op = "{spec.op}"']
-    if spec.takes_step:
-        named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
-        named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
-        named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
-        named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
-        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
-        op = [f'    op = "{spec.unscaling_op}" if unscale_grads else "{spec.op}"']
-        written = "params, extras, *((grads,) if unscale_grads else ())"
+    named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
+    named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
+    named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
+    named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
+    numbers = [number.name for number in spec.numbers]
+    numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
+    op = f'    op = "{spec.unscaling_op}" if unscale_grads else "{spec.op}"'
     scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
     signature = _fitted(f"def {spec.name}", [*positional, "*", *named], " -> None:")
-    body = [*op, _fitted("    lists = ", lists, ""), _fitted("    call", ["op", "lists", *scalars, *numbers], "")]
-    return "\n".join([signature, f'    """{spec.doc}"""', *body, f"    wrote({written})\n"])
+    body = [op, _fitted("    lists = ", lists, ""), _fitted("    call", ["op", "lists", *scalars, *numbers], "")]
+    return "\n".join(
+        [signature, f'    """{spec.doc}"""', *body, "    wrote(params, extras, *((grads,) if unscale_grads else ()))\n"]
+    )
 
 
 def _options_of_a_group(spec) -> str:
@@ -196,11 +194,10 @@ def _options_of_a_group(spec) -> str:
 def steps_module() -> str:
     """The text of ampctx/kernels/steps.py."""
     specs = list(load_spec().SPECS.values())
-    steps = [spec for spec in specs if spec.takes_step]
-    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in steps)
+    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in specs)
     table = "# By op: its numbers, from a fused optimizer and its group.\n"
     table += f"OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {{\n{names}}}\n"
-    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, steps), table])
+    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, specs), table])
 
 
 if __name__ == "__main__":

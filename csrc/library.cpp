@@ -370,24 +370,6 @@ void step_op(Arguments& in) {
   (backend.*kernel)(scope.context, step, options);
 }
 
-template <const Backend& backend>
-void multi_tensor_larc(Arguments& in) {
-  const ListArgument grads{"grads", in.list(true)}, params{"params", in.list()};
-  const View found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
-  const LarcOptions options = LarcOptions::taken(in);
-
-  const Call call("multi_tensor_larc", backend, grads, found_inf);
-  StepCall larc;
-  larc.lists = call.lists({grads, params});
-  larc.found_inf = call.found_inf(found_inf);
-  larc.inv_scale = {call.factor("inv_scale", inv_scale)};
-  larc.lr = call.factor("lr", lr);
-  if (larc.lists.size() == 0) return;
-  Scope scope(call);
-  larc.norms = scope.allocate(backend.norms_workspace(larc.lists, 2));
-  backend.larc(scope.context, larc, options);
-}
-
 struct Op {
   const char* name;
   Kernel kernel;                                     // for plans
@@ -416,7 +398,6 @@ const std::vector<Op>& ops_of() {
       op_of<update_scale<backend>>("update_scale"),
       op_of<block_factors<backend>>("block_factors"),
       op_of<count_skip<backend>>("count_skip"),
-      op_of<multi_tensor_larc<backend>>("multi_tensor_larc"),
 #define AMPCTX_STEP_OP(op, Options, backend)                                    \
   op_of<step_op<backend, false, Options, &Backend::op>>(StepOp<Options>::name), \
       op_of<step_op<backend, true, Options, &Backend::op>>(StepOp<Options>::unscaling_name),

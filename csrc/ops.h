@@ -120,7 +120,7 @@ struct StepParameters {
 
 // What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. The
 // step counts go up by one before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of
-// tensors with elements. LARC, which takes no step, has two lists.
+// tensors with elements.
 struct StepCall : StepParameters {
   TensorLists lists;
   PerTensor steps;                     // step counts
@@ -148,7 +148,7 @@ int norms_for(const Options&) {
 }
 
 // A ScaleUpdate may be null, and its flag is the call's. norms_workspace: bytes for `count` norms of each tensor, and
-// for the partial sums they come from. larc rewrites the gradients.
+// for the partial sums they come from.
 #define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const Options&);
 #define AMPCTX_ENTRIES                                                                                        \
   void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*); \
@@ -159,8 +159,7 @@ int norms_for(const Options&) {
   void update_scale(const Context&, const ScaleState&, const ScaleRule&);                                     \
   void block_factors(const Context&, const float* scale, const BlockFactors&);                                \
   void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);                     \
-  AMPCTX_STEP_OPS(AMPCTX_ENTRY, )                                                                             \
-  void larc(const Context&, const StepCall&, const LarcOptions&);
+  AMPCTX_STEP_OPS(AMPCTX_ENTRY, )
 namespace cpu {
 AMPCTX_ENTRIES
 }
@@ -174,7 +173,7 @@ AMPCTX_ENTRIES
 // clang-format off
 #define AMPCTX_ALL_OPS(OP, with)                                                                                     \
   OP(scale, 0, with) OP(axpby, 0, with) OP(norms_workspace, 0, with) OP(l2norm, 0, with) OP(update_scale, 0, with)   \
-  OP(block_factors, 0, with) OP(count_skip, 0, with) OP(larc, 0, with) AMPCTX_STEP_OPS(OP, with)
+  OP(block_factors, 0, with) OP(count_skip, 0, with) AMPCTX_STEP_OPS(OP, with)
 // clang-format on
 
 }  // namespace ampctx

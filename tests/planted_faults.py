@@ -65,8 +65,9 @@ FAULTS = [
         "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", LAYERWISE,
     ),
     Fault(
-        "larc decays upwards", "csrc/functors/larc.h",
-        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", LAYERWISE,
+        "larc decays upwards", "ampctx/optimizers/larc.py",
+        "-decay if group", "decay if group",
+        "tests/optimizers/test_larc.py",
     ),
     Fault(
         "lion goes against the sign", "csrc/functors/lion.h",

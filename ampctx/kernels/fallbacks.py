@@ -95,14 +95,12 @@ def _check_step(op: str, spec: OpSpec, given: Mapping[str, Any], device: torch.d
     if mode in (COPY, SPLIT, KAHAN):
         of_params = tuple({p.dtype for p in given["params"]})
         alike["extras"] = {SPLIT: (torch.int16,), KAHAN: of_params}.get(mode, KERNEL_DTYPES)
-    elif spec.takes_step and given["extras"]:
+    elif given["extras"]:
         raise RuntimeError(f"{op}: extras has {len(given['extras'])} tensors, expected none for this write_back")
     for name, dtypes in alike.items():
         _check_list(op, name, given[name], grads, dtypes)
     for state in spec.one_element:
         _check_list(op, state.name, given[state.name], grads, _F32, lambda grad: 1)
-    if not spec.takes_step:
-        return
     if len(given["skips"]) not in (0, 5):
         raise RuntimeError(f"{op}: skips has {len(given['skips'])} tensors, expected none or 5")
     for i, t in enumerate(given["skips"]):

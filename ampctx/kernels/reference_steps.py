@@ -338,32 +338,11 @@ def novograd(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u if o.reg_inside_moment else u / d + o.weight_decay * p.w)
 
 
-def larc(o: Options) -> None:
-    """LARC (You et al. 2017): unscales each gradient and scales it by trust_coefficient * ||w|| / ||g||, in place.
-
-    ``norms``: the pairs of norms of parts, which are joined over ranks; else made here."""
-    decay = -o.weight_decay if o.maximize else o.weight_decay
-    dtype = compute_dtype(*o.grads, *o.params)
-    for i, (grad, param) in enumerate(zip(o.grads, o.params, strict=True)):
-        skip = o.found_inf.reshape(()).to(param.device) != 0
-        g = grad.to(dtype) * reference.scalar(o.inv_scale, grad, dtype)
-        w = param.to(dtype)
-        norms = o.norms[i] if o.norms else (_norm(w), _norm(g))
-        of_w, of_g = (reference.scalar(norm, grad, dtype) for norm in norms)
-        rate = o.trust_coefficient * of_w / (of_g + of_w * o.weight_decay + o.eps)
-        if o.clip:
-            rate = torch.clamp(rate / reference.scalar(o.lr, grad, dtype), max=1.0)
-        adapted = (g + decay * w.reshape(g.shape)) * rate
-        _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
-
-
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec = SPECS[op]
-    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": NO_NUMBERS, "norms": None}
+    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": NO_NUMBERS}
     o = SimpleNamespace(**{**defaults, **{state.scales: [] for state in spec.coded}, **given})
-    if not spec.takes_step:
-        return larc(o)
     if "max_norm" in given:
         o.inv_scale = reference.clipped(o.inv_scale, o.grad_norm, o.max_norm)
     if given.get("skips"):

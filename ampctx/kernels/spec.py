@@ -2,8 +2,7 @@
 
 Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
 ``csrc/generate.py`` writes the C++ side and ``steps.py``. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
-``reference_steps``), the class, the entry points of LAMB and NovoGrad (which walk elements more than once), and the
-boxed function of LARC (which takes no step).
+``reference_steps``), the class, and the entry points of LAMB and NovoGrad (which walk elements more than once).
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ class OpSpec:
     functors: tuple[str, ...] = ()
     factors: tuple[str, ...] = ()
     elementwise: bool = True
-    takes_step: bool = True
 
     @property
     def op(self) -> str:
@@ -87,7 +85,7 @@ class OpSpec:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return (self.op, self.unscaling_op) if self.takes_step else (self.op,)
+        return (self.op, self.unscaling_op)
 
     @property
     def sized(self) -> tuple[State, ...]:
@@ -101,36 +99,33 @@ class OpSpec:
 
     @property
     def one_element(self) -> tuple[State, ...]:
-        steps = (State("steps", "step", one_element=True),) if self.takes_step else ()
-        return (*(state for state in self.states if state.one_element), *steps)
+        return (*(state for state in self.states if state.one_element), State("steps", "step", one_element=True))
 
     @property
     def lists(self) -> tuple[str, ...]:
-        lists = ("grads", "params", *(state.name for state in self.sized))
+        sized, alone = ([state.name for state in states] for states in (self.sized, self.one_element))
         scales = (state.scales for state in self.coded)
-        last = ("extras", *(state.name for state in self.one_element), *scales, "skips")
-        return (*lists, *last) if self.takes_step else lists
+        return ("grads", "params", *sized, "extras", *alone, *scales, "skips")
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors, *(("grad_norm", "numbers") if self.takes_step else ()))
+        return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers")
 
     @property
     def values(self) -> tuple[str, ...]:
         """The arguments after the lists, in order."""
-        return (*self.tensors, *(number.name for number in self.numbers), *(END if self.takes_step else ()))
+        return (*self.tensors, *(number.name for number in self.numbers), *END)
 
     @property
     def schemas(self) -> tuple[str, ...]:
-        reads = ("grads", "") if self.takes_step else ("params",)
-        return tuple(map(self._schema, self.ops, reads))
+        return (self._schema(self.op, "grads"), self._schema(self.unscaling_op, ""))
 
     def _schema(self, op: str, reads: str) -> str:
         """``reads``: the list that the op does not write."""
         letters = iter("abcdefghijk")
         lists = [f"Tensor[] {name}" if name == reads else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
-        end = [f"{type} {name}" for name, type in END.items()] if self.takes_step else []
+        end = [f"{type} {name}" for name, type in END.items()]
         numbers = [f"{number.type} {number.name}" for number in self.numbers]
         return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
 
@@ -233,22 +228,6 @@ _ALL = (
         (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True)),
         ("NovoGrad<T>",),
         elementwise=False,
-    ),
-    OpSpec(
-        "larc",
-        """LARC: unscales the gradients and rewrites them in place, g = a (g + weight_decay p).
-
-    a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``. With
-    ``maximize``, g = a (g - weight_decay p). If a norm is 0, the gradient is only unscaled. No host sync.""",
-        (
-            Number("trust_coefficient", default=0.02),
-            Number("eps", default=1e-8),
-            NO_DECAY,
-            Number("clip", "bool", True),
-            Number("maximize", "bool", False),
-        ),
-        elementwise=False,
-        takes_step=False,
     ),
 )
 SPECS = {spec.name: spec for spec in _ALL}

@@ -416,29 +416,6 @@ def novograd(
     wrote(params, extras, *((grads,) if unscale_grads else ()))
 
 
-def larc(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    trust_coefficient: float = 0.02,
-    eps: float = 1e-08,
-    weight_decay: float = 0.0,
-    clip: bool = True,
-    maximize: bool = False,
-) -> None:
-    """LARC: unscales the gradients and rewrites them in place, g = a (g + weight_decay p).
-
-    a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``. With
-    ``maximize``, g = a (g - weight_decay p). If a norm is 0, the gradient is only unscaled. No host sync."""
-    op = "multi_tensor_larc"
-    lists = (grads, params)
-    call(op, lists, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize)
-    wrote(grads)
-
-
 def adam_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "beta1": group["betas"][0],

@@ -285,7 +285,7 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     if work.fused:
         random = work.random
-        if not random and SPECS[op].takes_step and not torch.compiler.is_compiling() and is_watched():
+        if not random and not torch.compiler.is_compiling() and is_watched():
             random = {"numbers": torch.empty(0, dtype=torch.int64, device="cpu")}  # FakeTensorMode refuses the default
         getattr(steps, op)(**work.lists, **arguments, **random, write_back=work.write_back)
     else:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.kernels import reference_steps, steps
-from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import Factor, PerDevice, Unread, move
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
-from ampctx.kernels.reference import KERNEL_DTYPES
+from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype, scalar
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
@@ -168,21 +168,45 @@ class LARC:
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
-        found_inf, inv_scale, clear = taken_found_inf(self), taken_inv_scale(self), FoundInf()
+        found_inf, inv_scale = taken_found_inf(self), taken_inv_scale(self)
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
-        own: dict[str, Any] = {"trust_coefficient": self.trust_coefficient, "eps": self.eps, "clip": self.clip}
         norms = layerwise.larc_norms(self.param_groups, gradients, inv_scale)
         for group, decay, (grads, params), along in zip(self.param_groups, decays, gradients, norms, strict=True):
-            for device, fused, (g, p, *joined) in buckets(grads, params, along=along):
-                flag = clear.on(device) if found_inf is None else found_inf.on(device)
-                inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
-                given = {"grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "weight_decay": decay, **own}
-                given |= {"lr": on_device(group["lr"], device), "maximize": bool(group.get("maximize", False))}
-                if fused and not joined:
-                    steps.larc(**given)
-                else:
-                    given |= {"inv_scale": factor(inv), "lr": factor(given["lr"])}
-                    reference_steps.run("larc", {**given, "norms": joined[0] if joined else None})
+            for device, _, (g, p, *joined) in buckets(grads, params, along=along):
+                flag = None if found_inf is None else found_inf.on(device)
+                self._adapt_alike(group, decay, (g, p, *joined), flag, inv_scale)
             wrote(grads)
+
+    def _adapt_alike(self, group: Group, decay: float, lists: Any, found_inf: Tensor | None, inv_scale: Factor) -> None:
+        """Of one device and dtype. ``lists``: gradients, parameters, and the norms of both where ranks have joined
+        them."""
+        grads, params, *norms = lists
+        dtype, device = compute_dtype(*grads, *params), grads[0].device
+
+        def number(value: Factor | Tensor) -> Tensor:
+            return scalar(factor(value.on(device) if isinstance(value, PerDevice) else value), grads[0], dtype)
+
+        if norms:
+            of_g, of_p = (move(torch.stack(list(each)).to(dtype), device) for each in norms)
+        else:
+            measured = ((grads, inv_scale), (params, 1.0))
+            of_g, of_p = (foreach.unscale_l2norms(each, Unread(), scale)[1].to(dtype) for each, scale in measured)
+        rates = self.trust_coefficient * of_p / (of_g + of_p * decay + self.eps)
+        if self.clip:
+            rates = (rates / number(on_device(group["lr"], device))).clamp(max=1.0)
+        # With a norm of 0 the gradient is only unscaled: one of 0 gets no decay, and parameters of 0 have none.
+        rates = torch.where(of_p == 0, 1.0, torch.where(of_g == 0, 0.0, rates))
+        decays: Factor = -decay if group.get("maximize", False) else decay
+        if found_inf is not None:  # changes nothing where it is set
+            skip = found_inf.reshape(()) != 0
+            inv_scale = PerDevice(torch.where(skip, 1.0, number(inv_scale)))
+            decays = PerDevice(torch.where(skip, 0.0, number(decays)))
+            rates = torch.where(skip, 1.0, rates)
+        # Rounded to 16 bits once, at the end.
+        wide = grads if grads[0].dtype == dtype else [torch.empty_like(g, dtype=dtype) for g in grads]
+        foreach.axpby(grads, params, wide, Unread(), inv_scale, decays)
+        layerwise.multiply(wide, rates)
+        if wide is not grads:
+            foreach.scale(wide, grads, Unread(), 1.0)

@@ -1,9 +1,9 @@
 """Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
 DTensors, and LAMB for apex's amp_C.
 
-The ops of LAMB, NovoGrad and LARC make norms, directions and steps at once. That serves neither ranks, none of which
-knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of
-length -1 from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
+The ops of LAMB and NovoGrad make norms, directions and steps at once. That serves neither ranks, none of which knows a
+norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of length -1
+from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
 
 Norms over ranks: each rank makes sums of squares of its parts, one all_reduce adds up those of all parameters, and the
 step goes on with the roots. Every rank sends a number for each parameter with parts, in the order of groups: 0 where
@@ -14,6 +14,7 @@ No host sync.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,7 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
 
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
     """Each tensor times its factor, in place: no op takes one for each tensor."""
-    for t, factor in zip(tensors, factors.unbind(), strict=True):
-        t.mul_(factor)
+    deque(map(Tensor.mul_, tensors, factors.unbind()), maxlen=0)
 
 
 def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
@@ -343,17 +343,16 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
 
 def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
-) -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """For each group a column: the norms of each parameter and of its gradient, where ranks hold parts, by one
-    all_reduce. Else no column. ``members``: for each group its gradients and their parameters."""
+) -> list[list[Sequence[Tensor]]]:
+    """For each group the norms of its gradients and of its parameters, where ranks hold parts, by one all_reduce; else
+    none. ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):
         return [[] for _ in groups]
     norms = Norms(groups, "LARC.step()")
-    of_w, of_g = norms.empty(), norms.empty()
+    of_g, of_w = norms.empty(), norms.empty()
     for grads, params in members:
-        norms.add(of_w, params, local(params))
         norms.add(of_g, params, local(grads), inv_scale)
+        norms.add(of_w, params, local(params))
     norms.add_idle(of_w, [p for _, params in members for p in params])
-    joined = norms.join(of_w, of_g)
-    rows = [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]
-    return [[list(zip(*of_group, strict=True))] for of_group in rows]
+    joined = norms.join(of_g, of_w)
+    return [[norms.of_params(values, params).unbind() for values in joined] for _, params in members]

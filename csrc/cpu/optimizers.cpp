@@ -1,6 +1,5 @@
 // The optimizers on the CPU: functors/<op>.h. A step over the blocks of tensor lists advances step counts, loads
 // weights from params and extras, runs the optimizer's loop, and stores weights into params and extras.
-#include <array>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -234,44 +233,22 @@ void step_as(const Context& context, const StepCall& call, const LambOptions& op
   });
 }
 
-// The norms of the unscaled gradients, and with count 2 of the parameters, of each non-empty tensor.
-template <int count, class T>
-std::vector<std::array<T, count>> norms_of(const Context& context, const StepCall& call, bool inf_norm = false) {
+// The norms of the unscaled gradients of each non-empty tensor.
+template <class T>
+std::vector<T> norms_of(const Context& context, const StepCall& call, bool inf_norm) {
   const BlockAccess<T> access(call.lists, simd());
   const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
-  const T factor[] = {static_cast<T>(call.inv_scale.value), 1};
   double* const partial = static_cast<double*>(call.norms);
   for_each_block(context, call.lists, [&](const Block& block) {
-    for (int list = 0; list < count; ++list) {
-      typename BlockAccess<T>::Buffer buffer;
-      norm(access.read(list, block, buffer), block.size, factor[list], &partial[count * block.number + list]);
-    }
+    typename BlockAccess<T>::Buffer buffer;
+    norm(access.read(0, block, buffer), block.size, static_cast<T>(call.inv_scale.value), &partial[block.number]);
   });
-  std::vector<std::array<T, count>> norms(call.lists.numel.size());
-  const auto keep = [&](int64_t tensor, const double (&total)[count]) {
-    for (int list = 0; list < count; ++list) {
-      norms[tensor][list] = static_cast<T>(inf_norm ? total[list] : std::sqrt(total[list]));
-    }
+  std::vector<T> norms(call.lists.numel.size());
+  const auto keep = [&](int64_t tensor, const double (&total)[1]) {
+    norms[tensor] = static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0]));
   };
-  for_each_total<count>(call.lists, partial, keep, inf_norm);
+  for_each_total<1>(call.lists, partial, keep, inf_norm);
   return norms;
-}
-
-// A walk for the norms, then one that rewrites the gradients.
-template <class T>
-void step_as(const Context& context, const StepCall& call, const LarcOptions& options) {
-  const BlockAccess<T> access(call.lists, simd());
-  const auto loop = optimizer_loops<T>(simd()).layers.larc;
-  const T inv_scale = static_cast<T>(call.inv_scale.value), lr = static_cast<T>(call.lr.value);
-  const Larc<T> larc(options);
-  std::vector<LarcRate<T>> rates;
-  for (const auto& [of_g, of_w] : norms_of<2, T>(context, call)) rates.push_back(larc_rate(larc, lr, of_g, of_w));
-  for_each_block(context, call.lists, [&](const Block& block) {
-    typename BlockAccess<T>::Buffer grads, params;
-    T* const g = access.update(0, block, grads);
-    loop(g, access.read(1, block, params), block.size, inv_scale, rates[block.tensor]);
-    access.write(0, block, grads);
-  });
 }
 
 template <class T>
@@ -279,11 +256,11 @@ void step_as(const Context& context, const StepCall& call, const NovogradOptions
   const PerTensor& exp_avg_sqs = call.one_element[0];
   const NovoGrad<T> novograd(options);
   TensorScalars<T>* const scalars = advance_steps<T>(call);
-  const auto norms = norms_of<1, T>(context, call, options.inf_norm);
+  const auto norms = norms_of<T>(context, call, options.inf_norm);
   int64_t number = 0;
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
     const bool has_elements = number < call.lists.size() && call.lists.index[number] == i;
-    const T norm = has_elements ? norms[number][0] : 0;
+    const T norm = has_elements ? norms[number] : 0;
     const T n = blend_norm(novograd, *call.steps[i] == 1, static_cast<T>(*exp_avg_sqs[i]), norm);
     *exp_avg_sqs[i] = static_cast<float>(n);
     if (!has_elements) continue;
@@ -316,7 +293,6 @@ void step_as(const Context& context, const StepCall& call, const Options& option
     call.lists.computes_in_f64() ? step_as<double>(context, call, options) : step_as<float>(context, call, options); \
   }
 AMPCTX_STEP_OPS(AMPCTX_STEP, )
-AMPCTX_STEP(larc, LarcOptions, )
 #undef AMPCTX_STEP
 
 }  // namespace ampctx::cpu

@@ -60,7 +60,6 @@ struct LayerLoops {
   void (*lamb_moments)(const StepBlock<T>& block, const Lamb<T>& lamb);  // does not change the weight
   void (*lamb_direction)(const StepBlock<T>& block, const Lamb<T>& lamb, T* u);
   void (*descend)(T* weight, const T* u, int64_t n, T rate);  // weight -= rate u
-  void (*larc)(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& tensor);
 };
 
 // functors/write_back.h over a block, in place: makes weights from params and extras, and back.

@@ -153,13 +153,6 @@ void descend(T* weight, const T* u, int64_t n, T rate) {
   for (int64_t i = 0; i < n; ++i) weight[i] -= rate * u[i];
 }
 
-template <class T>
-void larc(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& chosen) {
-  const LarcRate<T> tensor = chosen;
-  AMPCTX_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) grad[i] = larc_element(tensor, grad[i] * inv_scale, weight[i]);
-}
-
 template <WriteBack mode, class T>
 void load_weights_by(T* weight, const T* extra, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -221,7 +214,7 @@ constexpr StepLoops<T> step_loops(Functors<Optimizers...>) {
 template <class T>
 constexpr StepLoops<T> kStepLoops = step_loops<T>(AllFunctors<T>{});
 template <class T>
-constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>, larc<T>};
+constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>};
 template <class T>
 constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
 

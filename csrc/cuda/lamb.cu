@@ -18,7 +18,7 @@ struct LambParameters {
   LayerNorms norms;  // of w and u
 
   LambParameters(const Context& context, const StepCall& call, const LambOptions& options)
-      : step(call), global_grad_norm(call.factors[0]), lamb(options), norms(context, call, 2) {}
+      : step(call), global_grad_norm(call.factors[0]), lamb(options), norms(context, call) {}
 };
 
 template <Walk walk, bool rounds, bool extras, bool unscales>

@@ -1,28 +1,9 @@
-// LARC and NovoGrad on CUDA: functors/larc.h and functors/novograd.h; and what steps do for tensors without elements.
+// NovoGrad on CUDA: functors/novograd.h; and what steps do for tensors without elements.
 #include "norms.cuh"
 #include "optimizer_apply.cuh"
 
 namespace ampctx::cuda {
 namespace {
-
-// LARC: a walk for the norms, then one that rewrites the gradients.
-
-template <class Table>
-__global__ void __launch_bounds__(kThreads)
-    larc_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor, Factor lr,
-                Larc<float> larc, const float* norms) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    const auto rate = larc_rate(larc, lr.get(), norms[int64_t{2} * tensor], norms[int64_t{2} * tensor + 1]);
-    for_each_element<2, one_of_lists(0)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
-#pragma unroll
-      for (int k = 0; k < kCount<decltype(value)>; ++k) {
-        value[0][k] = larc_element(rate, value[0][k] * inv_scale, value[1][k]);
-      }
-    });
-  });
-}
 
 // NovoGrad: a walk over the gradients for their norms, one thread per tensor for what becomes of these, then the step.
 
@@ -57,25 +38,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void larc(const Context& context, const StepCall& call, const LarcOptions& options) {
-  const LayerNorms norms(context, call, 2);
-  for_each_table<2>(call.lists, [&](const auto& table) {
-    using Table = std::decay_t<decltype(table)>;
-    constexpr auto norms_kernel = &layer_norms_kernel<L2Norm, 2, Table>;
-    constexpr auto kernel = &larc_kernel<Table>;
-    launch_over<norms_kernel>(context, table, call.found_inf, call.inv_scale, norms);
-    launch_over<kernel>(context, table, call.found_inf, call.inv_scale, call.lr, Larc<float>(options), norms.norms);
-  });
-}
-
 void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
-  const LayerNorms norms(context, call, norms_for(options));
+  const LayerNorms norms(context, call);
   float* const denominators = norms.norms + call.lists.size();
   const auto make_norms = [&](auto norm) {
     LayerNorms of_table = norms;
     for_each_table<1>(call.lists, [&](const auto& table) {
-      constexpr auto kernel = &layer_norms_kernel<decltype(norm), 1, std::decay_t<decltype(table)>>;
+      constexpr auto kernel = &layer_norms_kernel<decltype(norm), std::decay_t<decltype(table)>>;
       launch_over<kernel>(context, table, call.found_inf, call.inv_scale, of_table);
       of_table.norms += table.count;
     });

@@ -124,16 +124,16 @@ __device__ void finish_norms(const Table& table, int64_t share, const float* pie
 
 // --- norms of each tensor before the last walk of a layer-wise optimizer; nothing where found_inf is set ---
 
-// What StepCall::norms points to: `count` norms of each tensor, and then the pieces they come from; and the tickets of
-// the call. The launches for the tables of a call may use the same, one after the other.
+// What StepCall::norms points to: room for two norms of each tensor, and then the pieces they come from; and the
+// tickets of the call. The launches for the tables of a call may use the same, one after the other.
 struct LayerNorms {
-  float* norms = nullptr;  // [count * tensor + norm]
+  float* norms = nullptr;
   float* pieces = nullptr;
   unsigned* tickets = nullptr;
 
-  LayerNorms(const Context& context, const StepCall& call, int count) {
+  LayerNorms(const Context& context, const StepCall& call) {
     if (call.lists.size() == 0) return;
-    norms = static_cast<float*>(call.norms), pieces = norms + count * call.lists.size();
+    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
     tickets = tickets_for(context);
   }
 
@@ -143,23 +143,22 @@ struct LayerNorms {
   }
 };
 
-// The norms of the first `count` lists: of gradients times a factor, and of weights.
-template <class Norm, int count, class Table>
+// The norms of gradients, the first list, times a factor.
+template <class Norm, class Table>
 __global__ void __launch_bounds__(kThreads, 4)
     layer_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor,
                        LayerNorms to) {
   if (found_inf.is_set()) return;
   const float inv_scale = factor.get();
-  const auto store = to.store<count>();
+  const auto store = to.store<1>();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float norm[count] = {};
-    for_each_element<count, 0>(table, tensor, begin, size, first_lists(count), [&](auto& value, const Places&) {
-#pragma unroll
-      for (int i = 0; i < count; ++i) norm[i] = Norm::join(norm[i], Norm::of(value[i], i == 0 ? inv_scale : 1.0f));
+    float norm[1] = {};
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
     });
     leave_piece<Norm>(table, share, tensor, norm, to.pieces, store);
   });
-  finish_norms<Norm, count>(table, share, to.pieces, to.tickets, store);
+  finish_norms<Norm, 1>(table, share, to.pieces, to.tickets, store);
 }
 
 }  // namespace ampctx::cuda

@@ -53,13 +53,11 @@ LAMB_WITHOUT_RATIO = Optimizer("lamb-without-ratio", LAMB.op, LAMB.states, {**_L
 _NOVOGRAD = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "bias_correction": True, "grad_averaging": True}
 _NOVOGRAD |= {"reg_inside_moment": False, "inf_norm": False, "init_zero": False}
 NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGRAD, ("exp_avg_sqs",))
-LARC = Optimizer("larc", "multi_tensor_larc", (), {"trust_coefficient": 0.02, "eps": 1e-8, "clip": True})
 ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
-STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
+STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
-on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 # Tensors that take several launches of each kernel, or are many for another reason.
 MANY = {"cpu": 5_000, "cuda": 20_000, "reference": 300}
 MANY |= {"emulated": 5_000, "emulated-shuffled": 3_000, "emulated-256": 1_000}
@@ -131,7 +129,7 @@ class Call:
         op = self.op.replace("unscaling_", "")
         if op == LAMB.op:
             return self.options["use_nvlamb"] or self.options["weight_decay"] != 0
-        return op in (NOVOGRAD.op, LARC.op)
+        return op == NOVOGRAD.op
 
 
 def assert_nearly_same(call: Call, expected: Call) -> None:

@@ -7,22 +7,12 @@ import pytest
 import torch
 from backends import CHUNKS, NON_FINITE, short
 from formulas import Formula
-from optimizer_calls import LAMB, LARC, LOW, MANY, NOVOGRAD, Call, bits, make_call, on_kernels
+from optimizer_calls import LAMB, LOW, MANY, NOVOGRAD, Call, bits, make_call, on_kernels
 
 SIZES = [33, 1, 700, 2500]
 
 
 # --- the formulas in fp64 ---------------------------------------------------------------------------------------------
-
-
-def larc(g, w, lr, o):
-    """The gradient afterwards."""
-    of_g, of_w = g.norm(), w.norm()
-    rate = o["trust_coefficient"] * of_w / (of_g + o["weight_decay"] * of_w + o["eps"])
-    if o["clip"]:
-        rate = (rate / lr).clamp(max=1)
-    decay = -o["weight_decay"] if o["maximize"] else o["weight_decay"]
-    return torch.where((of_g > 0) & (of_w > 0), rate * (g + decay * w), g)
 
 
 def combinations_of(*flags):
@@ -73,8 +63,8 @@ def test_formula(backend, optimizer, flags, weight_decay):
 @pytest.mark.full(but=14)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True}), (LARC, {})],
-    ids=["lamb", "novograd-l2", "novograd-inf", "larc"],
+    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True})],
+    ids=["lamb", "novograd-l2", "novograd-inf"],
 )
 def test_many_tensors(backend, optimizer, options):
     """Several launches of each kernel, with the norms and the scalars of their own tensors: as in calls with few."""
@@ -90,7 +80,7 @@ def test_many_tensors(backend, optimizer, options):
 
 
 _OF_LAMB = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
-EXACT = {"lamb": (LAMB, _OF_LAMB, 1), "larc": (LARC, {}, 1)}
+EXACT = {"lamb": (LAMB, _OF_LAMB, 1)}
 EXACT |= {f"novograd-{flag_id(flags)}": (NOVOGRAD, flags, 2) for flags in NOVOGRADS[::3]}
 
 
@@ -235,47 +225,3 @@ def test_novograd_of_gradients_of_zero(backend):
     for n, p, w in zip(call["exp_avg_sqs"], call["params"], before["params"], strict=True):
         assert n == 0
         torch.testing.assert_close(p, w - 0.5 * 0.1 * w)
-
-
-# --- larc -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("maximize", [False, True], ids=["down", "up"])
-@pytest.mark.parametrize("clip", [False, True], ids=["scale", "clip"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("lr", [1e-4, 0.5], ids=["clipped", "below"])
-def test_formula_of_larc(backend, clip, weight_decay, lr, maximize):
-    options = {"clip": clip, "weight_decay": weight_decay, "maximize": maximize}
-    call = make_call(backend, LARC, [33, 1, 700, 2500, 0], **options)
-    before = call.clone()
-    call.run(backend, inv_scale=0.125, lr=lr)
-    for got, g, w in zip(call["grads"], before["grads"], before["params"], strict=True):
-        want = larc(g.double() * 0.125, w.double(), lr, call.options)
-        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-8)
-        if clip and lr == 1e-4 and weight_decay == 0:
-            assert torch.equal(got, g * 0.125)
-    assert all(torch.equal(a, b) for a, b in zip(call["params"], before["params"], strict=True))
-
-
-def test_tensors_with_a_norm_of_zero_are_unscaled_alone(backend):
-    call = make_call(backend, LARC, [700, 5, 33], weight_decay=0.1, grad=torch.float16)
-    call["params"][0].zero_()
-    call["grads"][1].zero_()
-    before = call.clone()
-    call.run(backend, inv_scale=0.25)
-    assert torch.equal(call["grads"][0], before["grads"][0] * 0.25)
-    assert not call["grads"][1].any()
-    assert not torch.equal(call["grads"][2], before["grads"][2] * 0.25)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
-@on_kernels
-def test_non_finite_of_larc_stays_in_its_tensor(backend, reference, value):
-    call = make_call(backend, LARC, [700, 2100, 5])
-    call["grads"][1][2050] = value
-    expected = call.expected()
-    call.run(backend)
-    for i in (0, 2):
-        torch.testing.assert_close(call["grads"][i], expected["grads"][i])
-    assert torch.equal(call["grads"][1].isnan(), expected["grads"][1].isnan())
-    assert call["grads"][1][2050].isnan()

@@ -11,12 +11,10 @@ from optimizer_calls import (
     ADAM,
     AMSGRAD,
     LAMB,
-    LARC,
     MOMENTUM,
     NOVOGRAD,
     SGD,
     make_call,
-    on_all,
     on_optimizers,
 )
 
@@ -223,9 +221,6 @@ STEP_ERRORS = [
     (NOVOGRAD, replaced("exp_avg_sqs", lambda d: d(12), 1), "exp_avg_sqs[1] has 12 elements, expected 1"),
     (NOVOGRAD, replaced("exp_avg_sqs", lambda d: d(1, dtype=F16), 0),
         "exp_avg_sqs[0] has dtype torch.float16, expected float32"),
-    (LARC, replaced("params", lambda d: [d(2)]), "params has 1 tensors, grads has 2"),
-    (LARC, replaced("params", lambda d: d(3), 1), "params[1] has 3 elements, grads[1]"),
-    (LARC, replaced("params", lambda d: d(4, 3).t(), 1), "params[1] and grads[1] have different memory layouts"),
     (ADAM, replaced("skips", lambda d: [d(())] * 3), "skips has 3 tensors, expected none or 5"),
     (ADAM, replaced("skips", lambda d: [d((), dtype=I32)] * 5), "skips[0] has dtype torch.int32, expected float32"),
     (ADAM, replaced("skips", lambda d: [d(())] * 4 + [d(2)]), "skips[4] has 2 elements, expected 1"),
@@ -257,7 +252,7 @@ SCALAR_ERRORS = {
 
 
 @pytest.mark.parametrize(("wrong", "message"), SCALAR_ERRORS.values(), ids=SCALAR_ERRORS.keys())
-@on_all
+@on_optimizers
 def test_scalars_of_optimizer_steps(backend, optimizer, wrong, message):
     scalars = {name: t(shape, dtype=dtype, device=backend.device) for name, (shape, dtype) in wrong.items()}
     for sizes in ([2, 3], []):
@@ -273,7 +268,7 @@ def cut_off(d, elements):
     return view
 
 
-@on_all
+@on_optimizers
 def test_what_reaches_beyond_its_storage(backend, optimizer):
     d, message = on(backend.device), "has no memory: its storage has been freed or made smaller"
     names = [name for name in make_call(backend, optimizer, [2, 3]).lists if name != "extras"]

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 from backends import ALL_FLOATS, COMPILED, NON_FINITE, REFERENCE, compute_dtype
-from optimizer_calls import LARC, STEP_OPS, WRITE_BACKS, make_call, on_all, takes
+from optimizer_calls import STEP_OPS, WRITE_BACKS, make_call, on_optimizers, takes
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, example, given, settings
@@ -215,14 +215,13 @@ OPTIONS = {
     "lamb": {**_LAMB, "use_nvlamb": flags},
     "lamb-without-ratio": {**_LAMB, "weight_decay": st.just(0.0)},
     "novograd": {**_NORMS, "beta1": betas, "beta2": betas, **dict.fromkeys(_NOVOGRAD_FLAGS, flags)},
-    "larc": {**_NORMS, "trust_coefficient": st.sampled_from((0.001, 0.02)), "clip": flags},
 }
 
 
 @st.composite
 def steps(draw, optimizer):
     """A call, and how to run it."""
-    write_back = "nearest" if optimizer is LARC else draw(st.sampled_from(WRITE_BACKS))
+    write_back = draw(st.sampled_from(WRITE_BACKS))
     param = draw(st.sampled_from([d for d in ALL_FLOATS if takes(write_back, d)]))
     types = {name: draw(dtypes) for name in ("grad", "state", "extra")}
     shape_list = draw(shapes)
@@ -239,7 +238,7 @@ def steps(draw, optimizer):
     return call, how, draw(st.sampled_from((0.0, 0.0, 0.0, 1.0, 2.0)))
 
 
-@on_all
+@on_optimizers
 @examples
 @given(data=st.data())
 def test_optimizer(reference, optimizer, data):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backends import COMPILED, FLOATS, PLAIN_OPS, right_call, short
 from emulation_build import generator
-from optimizer_calls import LARC, STEP_OPS, make_call, on_all
+from optimizer_calls import STEP_OPS, make_call, on_optimizers
 
 from ampctx import optimizer_ops
 from ampctx.kernels import definitions, ops, steps
@@ -41,8 +41,6 @@ def samples():
         for write_back in ("copy", "split", "stochastic"):
             call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back=write_back)
             yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
-    call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
-    yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
     call = make_call(COMPILED, STEP_OPS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
     yield "adam-clipped-and-counted", STEP_OPS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
 
@@ -93,11 +91,11 @@ def test_version_counters(call):
     assert all(t._version == 0 for t in read)
 
 
-@on_all
+@on_optimizers
 @pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
-    how = {} if optimizer is LARC else {"param": torch.bfloat16, "write_back": "split"}
+    how = {"param": torch.bfloat16, "write_back": "split"}
     call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], **how)
     expected = call.expected(inv_scale=0.5, lr=0.25)
     typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
@@ -106,9 +104,8 @@ def test_optimizer_calls(optimizer):
     }
     typed(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
     call.assert_agrees(expected)
-    read, written = ("params", ["grads"]) if optimizer is LARC else ("grads", ["params", "extras"])
-    assert {t._version for t in call[read]} == {0}
-    assert all(max(t._version for t in call[name]) >= 1 for name in written)
+    assert {t._version for t in call["grads"]} == {0}
+    assert all(max(t._version for t in call[name]) >= 1 for name in ("params", "extras"))
 
 
 def test_python_calls_take_floats_and_tensors():

@@ -22,14 +22,12 @@ from optimizer_calls import (
     AMSGRAD,
     LAMB,
     LAMB_WITHOUT_RATIO,
-    LARC,
     MOMENTUM,
     NOVOGRAD,
     SGD,
     STEP_OPS,
     bits,
     make_call,
-    on_all,
     on_elementwise,
     on_kernels,
     on_optimizers,
@@ -42,14 +40,9 @@ pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
 
 
-def result(call):
-    """The list that the op is for: LARC writes gradients, and counts no steps."""
-    return call["grads" if call.optimizer is LARC else "params"]
-
-
 @pytest.mark.full(but=96)
 @pytest.mark.parametrize("sizes", [pytest.param(s, id=i) for i, s in SIZES.items() if i != "20k-tiny"])
-@on_all
+@on_optimizers
 def test_sizes(backend, optimizer, sizes):
     if backend.name.startswith("emulated") and sizes == SIZES["one-large"]:
         sizes = [1 << 14]
@@ -107,13 +100,13 @@ def with_write_backs(rows):
         [
             pytest.param(optimizer, combination, way, id=f"{optimizer.name}-{combination_id(combination)}-{way}")
             for optimizer, combination in rows
-            for way in (WRITE_BACKS if optimizer is not LARC else ("nearest",))
+            for way in WRITE_BACKS
             if takes(way, combination[-1])
         ],
     )
 
 
-OF_TWO_TYPES = (ADAM, MOMENTUM, LAMB, NOVOGRAD, LARC)
+OF_TWO_TYPES = (ADAM, MOMENTUM, LAMB, NOVOGRAD)
 OF_ONE_TYPE = [o for o in STEP_OPS if o not in OF_TWO_TYPES]
 TYPES = [*itertools.product(OF_TWO_TYPES, combinations(ALL_FLOATS, 2))]
 TYPES += [(optimizer, (dtype, dtype)) for optimizer in OF_ONE_TYPE for dtype in FLOATS]
@@ -163,7 +156,7 @@ def test_weight_decay_and_direction(backend, optimizer, weight_decay, maximize):
         call.assert_agrees(expected)
 
 
-@with_write_backs(itertools.product([ADAM, LARC], combinations(FLOATS, 2)))
+@with_write_backs(itertools.product([ADAM], combinations(FLOATS, 2)))
 def test_every_alignment(backend, optimizer, dtypes, write_back):
     """Views at every storage offset up to a cache line, the lists not in step, and nothing written beside them."""
     size, room = 43, 60
@@ -182,7 +175,7 @@ def test_every_alignment(backend, optimizer, dtypes, write_back):
             assert torch.equal(t, want), name
 
 
-@on_all
+@on_optimizers
 def test_layouts(backend, optimizer):
     """channels_last goes with channels_last, transposed with transposed; random bits count places in memory."""
     shapes = [(2, 3, 4, 5), (6, 4), (12,)]
@@ -199,7 +192,7 @@ def test_layouts(backend, optimizer):
     for name, tensors in flat.lists.items():
         flat.lists[name] = [torch.as_strided(t, (t.numel(),), (1,)) for t in tensors]
     flat.run(backend)
-    for a, b in zip(result(call), result(flat), strict=True):
+    for a, b in zip(call["params"], flat["params"], strict=True):
         assert torch.equal(torch.as_strided(a, (a.numel(),), (1,)), b)
 
 
@@ -217,7 +210,7 @@ FLAGS = {
 
 @pytest.mark.full(but=100)
 @pytest.mark.parametrize(("value", "dtype", "skips"), FLAGS.values(), ids=FLAGS.keys())
-@on_all
+@on_optimizers
 def test_found_inf(backend, optimizer, value, dtype, skips):
     for write_back in WRITE_BACKS:
         call = make_call(backend, optimizer, SMALL, param=torch.bfloat16, write_back=write_back)
@@ -231,7 +224,7 @@ def test_found_inf(backend, optimizer, value, dtype, skips):
         else:
             counts = before.lists.get("steps", [])
             assert [s.item() for s in call.lists.get("steps", [])] == [s.item() + 1 for s in counts]
-            assert not torch.equal(result(call)[2], result(before)[2])
+            assert not torch.equal(call["params"][2], before["params"][2])
 
 
 FACTORS = {
@@ -243,7 +236,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS.keys())
-@on_all
+@on_optimizers
 def test_factor_forms(backend, optimizer, factors):
     inv_scale, lr = factors(backend.device)
     call = make_call(backend, optimizer, SMALL)
@@ -260,7 +253,7 @@ def test_step_counts(backend, optimizer):
     assert [s.item() for s in call["steps"]] == [2, 9, 3, 2, 5, 1002, 3]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_threads_do_not_change_the_result(backend, optimizer):
     sizes = [100_003, 5, 70_001] if backend.name == "cpu" else [3_001, 5]
     how = {"param": torch.bfloat16, "write_back": "stochastic"}

@@ -33,7 +33,6 @@ calls = {
     "l2norm": lambda: ops.multi_tensor_l2norm(weights, flag),
     "unscale_l2norm": lambda: ops.multi_tensor_unscale_l2norm(weights, flag, 0.5),
     "lamb": lambda: optimizer_ops.lamb(**lists, **lamb, steps=steps),
-    "larc": lambda: optimizer_ops.larc(weights, weights, flag, one, 0.1),
     "plan": lambda: plan.run([], [(flag, 0.5, False, *norms)]),
     "torch.ops": lambda: torch.ops.ampctx.multi_tensor_l2norm(weights, flag, False),
 }
@@ -55,7 +54,7 @@ assert (flag.item(), float(one), [s.item() for s in steps[:2]]) == (0.0, 1.0, [0
 """
 
 
-BY_PYTHON = ("l2norm", "unscale_l2norm", "lamb", "larc", *(["plan"] if PLANS else []))
+BY_PYTHON = ("l2norm", "unscale_l2norm", "lamb", *(["plan"] if PLANS else []))
 
 
 @pytest.mark.parametrize("names", [(*BY_PYTHON, "torch.ops"), pytest.param(("compiled",), marks=pytest.mark.full)])

@@ -70,6 +70,24 @@ def test_weights_decay_where_the_step_goes_up_the_gradient(name, strided):
     assert all((p < 3.0).all() for p in ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_rounded_once(dtype):
+    """After the rate: fp16 has no number as small as the unscaled ones. A skipped step leaves them as they are."""
+    ours = parameters(dtype, shapes=[*SHAPES, (4,), (700,)])
+    grads = [torch.full_like(p, 2.0**-20) for p in ours]
+    ours[0].data.zero_()
+    grads[4].zero_()
+    options = {"weight_decay": 2.0**-24, "trust_coefficient": 64.0, "clip": False}
+    larc = LARC(FusedSGD(ours, lr=0.1, weight_decay=options["weight_decay"]), 64.0, clip=False)
+    for skips in (1.0, 0.0):
+        larc.found_inf, larc.grad_scale = torch.tensor(skips), torch.tensor(2.0**10)
+        give(ours, [g.clone() for g in grads])
+        taken = [adapted(p, g.double() / 2**10, 0.1, **options).to(dtype) for p, g in zip(ours, grads, strict=True)]
+        larc.step()
+        left = [p.grad for p in ours]
+        torch.testing.assert_close(left, grads if skips else taken, rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_apexs_defaults():
     larc = LARC(INNER["sgd"](parameters()))
     assert (larc.trust_coefficient, larc.clip, larc.eps) == (0.02, True, 1e-8)
@@ -90,7 +108,7 @@ def test_groups_have_their_own_lr_and_decay_and_a_tensor_lr_is_not_read():
     with OpCalls() as calls:
         larc.step()
     assert calls.count == 0
-    assert calls.of == {"multi_tensor_larc": 2, "multi_tensor_sgd": 2}
+    assert calls.of == {"multi_tensor_unscale_l2norm": 4, "multi_tensor_axpby": 2, "multi_tensor_sgd": 2}
     torch.testing.assert_close([p.grad.double() for p in (first, second)], expected, rtol=1e-6, atol=1e-7)
     assert [group["weight_decay"] for group in larc.param_groups] == [0.0, 0.3]
 

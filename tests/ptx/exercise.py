@@ -364,10 +364,9 @@ class Exercise:
         for key, n in numbers.items():
             self.checks.same(f"{name}: {key} after an overflow", n.clone(), of_each[key])
         step(self.flag())
-        if numbers:  # not LARC, which takes no step
-            counted[1], counted[3] = 0.0, 8.0
-            self.checks.same(f"{name}: counts of skips", self.skips.clone(), counted)
-            self.checks.same(f"{name}: counts", numbers["steps"].clone(), of_each["steps"] + 1)
+        counted[1], counted[3] = 0.0, 8.0
+        self.checks.same(f"{name}: counts of skips", self.skips.clone(), counted)
+        self.checks.same(f"{name}: counts", numbers["steps"].clone(), of_each["steps"] + 1)
         self.intact(name, lists)
         return before, [x.flat() for x in lists]
 
@@ -468,23 +467,6 @@ class Exercise:
                 break
         self.checks.settle()
 
-    def larc(self, clip: bool) -> None:
-        layout = self.layout
-        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
-
-        def step(found_inf: Tensor) -> None:
-            options = {"trust_coefficient": 0.25, "eps": 1e-8, "weight_decay": 0.1, "clip": clip}
-            optimizer_ops.larc(grads.tensors, params.tensors, found_inf, INV_SCALE, self.lr, **options)
-
-        what = f"larc, {'clipped' if clip else 'plain'}"
-        before, after = self.stepped(what, [grads], {}, step)
-        g, w = before[0].double() * INV_SCALE, params.flat().double()
-        of_g, of_w = layout.norms(g), layout.norms(w)
-        rate = 0.25 * of_w / (of_g + of_w * 0.1 + 1e-8)
-        rate = layout.spread((rate / LR).clamp(max=1.0) if clip else rate)
-        self.checks.close(what, after[0], (g + 0.1 * w) * rate, **self.rounding)
-        self.intact(what, (params,))
-
     def run(self) -> None:
         self.scaling()
         self.norms()
@@ -496,8 +478,6 @@ class Exercise:
                     self.elementwise(name, write_back, extra)
                 for name in LAYERWISE:
                     self.layerwise(name, write_back, extra)
-        for clip in (False, True):
-            self.larc(clip)
         self.checks.settle()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm|layer_norms)_kernel")
+WALKS = re.compile(r"\d(step|axpby|scale|lamb|l2norm|layer_norms)_kernel")
 # Kernels for rounded states, by their template arguments: a branch for each list moves conversions about.
 ROUNDS = re.compile(r"Lb1ELb\dELb\dENS\w?_5Table")
 CONVERTS = "cvt.f32.f16"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from backends import ALL_FLOATS, COMPILED, REFERENCE
-from optimizer_calls import CODED, DEFAULTS, ELEMENTWISE, LARC, STEP_OPS, WRITE_BACKS, make_call, takes
+from optimizer_calls import CODED, DEFAULTS, ELEMENTWISE, STEP_OPS, WRITE_BACKS, make_call, takes
 
 from ampctx.kernels import definitions
 
@@ -64,7 +64,7 @@ class Case:
         dtypes = [rng.choice(ALL_FLOATS) for _ in range(3)]
         lists = [COMPILED.randn(sizes, dtype, seed=i) for i, dtype in enumerate(dtypes)]
         flag = torch.zeros((), dtype=rng.choice((torch.float32, torch.int32)))
-        kind = rng.randrange(5 + len(STEP_OPS) + 1)
+        kind = rng.randrange(5 + len(STEP_OPS))
         if kind == 0:
             return "multi_tensor_scale", {"src": lists[0], "dst": lists[1], "found_inf": flag, "scale": self._factor()}
         if kind == 1:
@@ -89,11 +89,11 @@ class Case:
             rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": rng.choice((1, 5, 2000, 1 << 40))}
             rule |= {"hysteresis": rng.choice((1, 2, 9)), "min_scale": 0.0, "max_scale": float("inf")}
             return "update_scale", {**tensors, "found_inf": flag, **rule}
-        return self._fitting_step((*STEP_OPS, LARC)[kind - 5], sizes, dtypes, flag)
+        return self._fitting_step(STEP_OPS[kind - 5], sizes, dtypes, flag)
 
     def _fitting_step(self, optimizer, sizes, dtypes, flag) -> tuple[str, dict[str, Any]]:
         rng = self.rng
-        write_back = "nearest" if optimizer is LARC else rng.choice(WRITE_BACKS)
+        write_back = rng.choice(WRITE_BACKS)
         param = rng.choice([d for d in ALL_FLOATS if takes(write_back, d)])
         types = {
             "grad": dtypes[0],
