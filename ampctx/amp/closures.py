@@ -33,14 +33,14 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
 
     def evaluate() -> Any:
         # This optimizer has not moved yet. A block must not write weights after the forward that it belongs to.
-        binding.masters.ahead = False
+        binding.masters.ahead = 0
         with binding.casts.resumed():
             loss = closure()
         binding.ready()
         if losses := binding.steps.overflowed_at_limit(binding.flags.take):
             binding.decided(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
-        binding.masters.ahead = True
+        binding.masters.begin()
         return loss
 
     return binding.step_on_device(original, evaluate, args, kwargs)
@@ -67,7 +67,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         found.extend(overflowed(binding.flags.take()))
         if found:
             raise _OverflowInClosure
-        binding.masters.ahead = True
+        binding.masters.begin()
         return loss
 
     restore = _snapshot(binding.optimizer)
@@ -141,7 +141,7 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
 def _ready(binding: Any, decide: bool = True) -> Overflowed:
     binding.check_misuse()
     binding.steps.epoch += 1
-    binding.flags.forget_taken()
+    binding.flags.taken = None
     binding.ready()
     flags = binding.flags.take()
     return overflowed(flags) if decide else []

@@ -261,7 +261,7 @@ def _optimizer_loader(state: State, binding: OptimizerBinding, where: str) -> Lo
 
     @torch.no_grad()
     def load() -> None:
-        binding.masters.ahead = True
+        binding.masters.begin()
         for i, value in masters.items():
             params[i].copy_(value)
         # Makes both agree, so that no resync uses the model's former values.

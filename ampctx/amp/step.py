@@ -45,14 +45,15 @@ class FoundInfFlags:
     """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
 
     ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean, or until the
-    gradients are zeroed. ``_final``: those that ``drop_provisional`` leaves. ``_taken``: those of a running step, which
-    come back for a second try if it raises. ``scales_used``: the factors of the losses.
+    gradients are zeroed. ``_final``: those that ``drop_provisional`` leaves. ``taken``: those of a running step, which
+    come back for a second try if it raises; None once it has used or dropped their gradients. ``scales_used``: the
+    factors of the losses.
     """
 
     def __init__(self) -> None:
         self.by_loss: Flags = {}
         self._final: Flags = {}
-        self._taken: tuple[Flags, Flags] | None = None
+        self.taken: tuple[Flags, Flags] | None = None
         self.scales_used: dict[int, Factor] = {}
 
     @property
@@ -77,24 +78,20 @@ class FoundInfFlags:
                     self.by_loss[loss_id] = self._final[loss_id]
 
     def clear(self) -> None:
-        self.by_loss, self._final, self._taken = {}, {}, None
+        self.by_loss, self._final, self.taken = {}, {}, None
 
     def take(self) -> Flags:
         """Takes the flags since the last step, to decide about this step."""
         taken = self.by_loss, self._final
         self.clear()
-        self._taken = taken
+        self.taken = taken
         return taken[0]
-
-    def forget_taken(self) -> None:
-        """The step has used or dropped their gradients."""
-        self._taken = None
 
     def give_back(self) -> None:
         """Restores the taken flags after a step that raised: its gradients are still there."""
-        if self._taken is not None:
-            taken, final = self._taken
-            self.by_loss, self._final, self._taken = {**taken, **self.by_loss}, {**final, **self._final}, None
+        if self.taken is not None:
+            taken, final = self.taken
+            self.by_loss, self._final, self.taken = {**taken, **self.by_loss}, {**final, **self._final}, None
 
 
 class OptimizerBinding:
@@ -336,7 +333,7 @@ class OptimizerBinding:
         if self._first_steps or self.left_grads.marks:
             self.check_misuse(closure is not None)
         self.steps.epoch += 1
-        self.flags.forget_taken()
+        self.flags.taken = None
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
@@ -366,7 +363,7 @@ class OptimizerBinding:
 
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters."""
-        self.masters.ahead = True
+        self.masters.begin()
         try:
             result = self.call_own(original, *args, **kwargs)
             if self.masters.ahead:
@@ -441,7 +438,7 @@ class OptimizerBinding:
         known = self._known(self.gradients.pending if losses else None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
-        self.flags.forget_taken()
+        self.flags.taken = None
         self.steps.decided(self.optimizer, losses, known, culprits)
 
     def _known(self, pending: Pending | None) -> Known:

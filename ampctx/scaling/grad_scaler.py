@@ -159,7 +159,8 @@ class GradScaler(torch.amp.GradScaler):
     def _scaled(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if self._scale is None:
-                self._lazy_init_scale_growth_tracker(value.device)
+                with torch.inference_mode(False):  # else no backward could use the scale later
+                    self._lazy_init_scale_growth_tracker(value.device)
             return value * move(self._scale, value.device)
         if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
             raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")

@@ -7,6 +7,8 @@ the two, the other follows, see ``resync``. Loaded fp32 values set the master it
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from typing import Any
@@ -106,8 +108,10 @@ class MasterParams:
         self._loaded: dict[int, int] = {}
         # The marks of weights and of masters when they last agreed.
         self._agreed = b"", b""
-        # The optimizer may have moved masters, and the weights have yet to follow.
-        self.ahead = False
+        # The thread in which the optimizer may have moved masters, and the weights have yet to follow; else 0. Other
+        # threads read then, and write nothing: neither weights that a backward needs, nor masters that a step moves.
+        self.ahead = 0
+        self.lock = threading.RLock()  # of what writes outside of that; a signal handler may save in the midst
         self._members: list[list[Tensor]] = []
         self._data_writes = DataWrites()
         self.follow(originals=originals)
@@ -319,12 +323,21 @@ class MasterParams:
 
     def agree(self) -> None:
         """Notes that the weights are the rounded masters."""
-        if self.pairs:
-            self._agreed, self.ahead = (marks(self.params_with_master), marks(self.masters)), False
+        if self.pairs and not self._are_busy():
+            self._agreed, self.ahead = (marks(self.params_with_master), marks(self.masters)), 0
 
     def advance(self) -> None:
         """Notes that the step has written each weight and its master, once."""
-        self._agreed, self.ahead = (advanced(self._agreed[0]), advanced(self._agreed[1])), False
+        self._agreed, self.ahead = (advanced(self._agreed[0]), advanced(self._agreed[1])), 0
+
+    def begin(self) -> None:
+        """Notes that this thread moves masters, until both agree."""
+        with self.lock:
+            self.ahead = threading.get_ident() if self.pairs else 0
+
+    def _are_busy(self) -> bool:
+        """Whether a step in another thread moves masters."""
+        return self.ahead not in (0, threading.get_ident())
 
     @without_grad
     def resync(self, before_step: bool = False) -> None:
@@ -335,23 +348,27 @@ class MasterParams:
         is_idle = before_step and not (self.ahead or self.unsure)
         if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
             return
-        self.round_again()
-        for p in (written := self.written()):
-            self._master_of[id(p)].copy_(self.exact(p))
-        if written:
-            self.agree()
+        with self.lock:
+            self.round_again()
+            written = [] if self._are_busy() else self.written()
+            for p in written:
+                self._master_of[id(p)].copy_(self.exact(p))
+            if written:
+                self.agree()
 
     def round_again(self) -> None:
         """Lets weights follow masters that the program has written. Weights that it has written stay, and so do their
         masters: an average that is swapped in for a validation goes out again. No host sync."""
-        if self.ahead:
-            self.copy_to_model()
-        elif self.pairs and (now := marks(self.masters)) != self._agreed[1]:
-            self._round(changed(self.masters, self._agreed[1], now), now)
+        if self.pairs and (self.ahead or marks(self.masters) != self._agreed[1]):
+            with self.lock:
+                self._round()
 
     @torch.no_grad()
-    def _round(self, moved: set[int], now: bytes) -> None:
-        params, before = self.params_with_master, self._agreed[0]
+    def _round(self) -> None:
+        if self.ahead:
+            return None if self._are_busy() else self.copy_to_model()
+        now, params, before = marks(self.masters), self.params_with_master, self._agreed[0]
+        moved = changed(self.masters, self._agreed[1], now)
         written = changed(params, before, marks(params))
         if pairs := [(p, master) for p, master in self.pairs if id(master) in moved and id(p) not in written]:
             foreach.scale([master for _, master in pairs], [p for p, _ in pairs], Unread(), 1.0)
@@ -436,7 +453,7 @@ class MasterParams:
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even. If a kernel raises, writes the weights without it and re-raises."""
         if self.pairs:
-            self.ahead = True
+            self.begin()
             try:
                 foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)
                 self.agree()
@@ -478,3 +495,12 @@ def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> N
                 for k, v in state.items()
             }
         states[key] = state
+
+
+def _renew_locks() -> None:
+    for masters in list(ALIVE):
+        masters.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)  # the thread that held one is not there

@@ -40,11 +40,11 @@ def test_attributes_that_frameworks_read_are_those_of_torchs():
 
 def test_scale_and_tracker_are_live_tensors_after_the_first_scale():
     scaler = GradScaler("cpu", init_scale=8.0)
-    assert scaler._scale is None
-    assert scaler._growth_tracker is None
+    assert scaler._scale is scaler._growth_tracker is None
     assert scaler.get_scale() == 8.0
     assert scaler._get_growth_tracker() == 0
-    scaler.scale(torch.ones(()))
+    with torch.inference_mode():  # a validation before the first step
+        scaler.scale(torch.ones(()))
     assert scaler._scale is scaler._get_scale_async()
     assert (scaler._scale.dtype, scaler._growth_tracker.dtype) == (torch.float32, torch.int32)
     scaler._scale.fill_(2.0)
@@ -54,7 +54,7 @@ def test_scale_and_tracker_are_live_tensors_after_the_first_scale():
     p = parameter([4.0])
     scaler.unscale_(torch.optim.SGD([p]))
     assert p.grad.item() == 2.0
-    assert scaler.scale(torch.ones(())).item() == 2.0
+    assert scaler.scale(torch.ones((), requires_grad=True)).item() == 2.0
 
 
 def test_a_framework_may_replace_unscale_grads():

@@ -1,7 +1,9 @@
 """A session is used from one thread at a time, or says so; forwards and autograd's hooks may run in any."""
 
 import copy
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,15 +12,16 @@ from torch import nn
 
 from ampctx import AmpError
 from ampctx.amp import AmpSession
+from ampctx.optimizers import FusedAdam
 
 
-def setup(session, level, **kwargs):
+def setup(session, level, optim=torch.optim.SGD, **kwargs):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     # A generator of its own: the global one belongs to all threads.
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         nn.init.uniform_(p, -0.5, 0.5, generator=generator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = optim(model.parameters(), lr=0.125)
     session.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
     return model, optimizer
 
@@ -42,11 +45,10 @@ def test_casts_belong_to_the_thread_that_initialized(session, level):
         with session.scale_loss(model(X).float().sum(), optimizer):
             pytest.fail("entered")
 
-    fresh = nn.Linear(2, 2)
     for name, call in (
         ("scale_loss", enter),
         ("reset", session.reset),
-        ("initialize", lambda: session.initialize(fresh, opt_level="O0", verbosity=0)),
+        ("initialize", lambda: session.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)),
     ):
         match = f"amp.{name} was called in thread 'other', but amp.initialize switched on the casts.*'MainThread'"
         with pytest.raises(AmpError, match=match):
@@ -57,28 +59,36 @@ def test_casts_belong_to_the_thread_that_initialized(session, level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_other_levels_train_in_any_thread(session, sessions, level):
-    model, optimizer = setup(session, level, loss_scale=128.0)
-    twin = sessions()
-    reference = setup(twin, level, loss_scale=128.0)
-    for _ in range(3):
-        iterate(twin, *reference, X)
-        in_thread(lambda: iterate(session, model, optimizer, X))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference[0].parameters(), strict=True))
-    in_thread(session.reset)
+def test_other_levels_train_in_any_thread_while_others_read(sessions, level):
+    """Threads that save the model and sample from it, at any moment of blocks and steps, change nothing."""
 
+    def trained(run, n_readers):
+        session, over = sessions(), threading.Event()
+        model, optimizer = setup(session, level, FusedAdam, loss_scale=128.0)
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_initialized_trained_and_reset_in_one_other_thread(level):
-    def work():
-        session = AmpSession()
-        model, optimizer = setup(session, level)
-        loss = iterate(session, model, optimizer, X)
-        session.reset()
-        return loss.dtype, torch.is_autocast_enabled("cpu")
+        def read():
+            while not over.is_set():
+                model.state_dict()
+                with torch.no_grad():
+                    model(X)
 
-    # mse_loss is among the ops in fp32 at O1.
-    assert in_thread(work) == (torch.float32, False)
+        with ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(read) for _ in range(n_readers)]
+            try:
+                run(lambda: [iterate(session, model, optimizer, X) for _ in range(200)])
+            finally:
+                over.set()
+        assert [reader.result() for reader in readers] == [None] * n_readers
+        values = model.state_dict().values()
+        run(session.reset)
+        return values
+
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-5)
+        assert all(map(torch.equal, trained(in_thread, 2), trained(lambda work: work(), 0)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_block_that_is_open_in_another_thread(session):
@@ -115,26 +125,21 @@ def test_a_thread_that_ended_holds_nothing(session):
     optimizer.step()
 
 
-def test_threads_with_sessions_of_their_own():
-    results = {}
-
-    def work(name):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_threads_with_sessions_of_their_own(level):
+    def work(_=None):
         session = AmpSession()
-        model, optimizer = setup(session, "O2", loss_scale=128.0)
+        model, optimizer = setup(session, level, loss_scale=128.0)
         for _ in range(10):
             iterate(session, model, optimizer, X)
-        results[name] = [p.detach().clone() for p in model.parameters()]
         session.reset()
+        assert not torch.is_autocast_enabled("cpu")
+        return [p.detach().clone() for p in model.parameters()]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    work("alone")
-    assert len(results) == 5
-    for weights in results.values():
-        assert all(torch.equal(p, q) for p, q in zip(weights, results["alone"], strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, range(4)))
+    alone = work()
+    assert all(torch.equal(p, q) for weights in results for p, q in zip(weights, alone, strict=True))
 
 
 def replicate(model):
@@ -158,20 +163,15 @@ def test_replicas_forward_in_threads_of_their_own(session, level):
     """As torch.nn.parallel.parallel_apply calls them; backward adds both halves up in the parameters."""
     model, optimizer = setup(session, level, loss_scale=128.0)
     twin = copy.deepcopy(model)
-    outputs = {}
     casts_on = torch.is_autocast_enabled("cpu")
 
-    def forward(i, replica, x):
+    def forward(replica, x):
         # What parallel_apply does in each thread, with what it found in the thread that calls it.
         with torch.set_grad_enabled(True), torch.autocast("cpu", enabled=casts_on):
-            outputs[i] = replica(x)
+            return replica(x)
 
-    threads = [threading.Thread(target=forward, args=(i, replicate(model), half)) for i, half in enumerate(X.chunk(2))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    joined = torch.cat([outputs[i] for i in range(2)])
+    with ThreadPoolExecutor(2) as pool:
+        joined = torch.cat(list(pool.map(forward, [replicate(model), replicate(model)], X.chunk(2))))
     expected = twin(X)
     assert joined.dtype == expected.dtype
     assert torch.equal(joined, expected)
