@@ -199,18 +199,6 @@ def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
     assert -1e-12 <= training.excess() <= allowed(training)
 
 
-@cast
-def test_by_hand_and_with_a_closure_take_the_same_steps(session, level):
-    found = []
-    for iterate in (lambda training: step(training, "sam-adam"), by_hand):
-        training = Training(session, level, "sam-adam")
-        for _ in range(5):
-            iterate(training)
-        found.append(training.everything())
-        session.reset()
-    assert_same(*found)
-
-
 # --- masters ----------------------------------------------------------------------------------------------------------
 
 
@@ -286,25 +274,6 @@ def test_a_fault_in_an_evaluation_leaves_no_trace(session, level, name, fault, e
     assert training.excess() < excess + allowed(training)
 
 
-@three_levels
-@pytest.mark.parametrize("fault", [INF, NAN], ids=["inf", "nan"])
-@pytest.mark.parametrize("evaluation", [1, 2])
-def test_an_overflow_in_a_step_by_hand_leaves_the_weights(session, level, fault, evaluation):
-    """And moves the scale once: nothing is evaluated on weights that are not finite."""
-    training = Training(session, level, "sam-adam")
-
-    by_hand(training)
-    before, scale = training.everything(), session.state_dict()["loss_scaler0"]["loss_scale"]
-    training.faults = {training.evaluations + evaluation: fault}
-    by_hand(training)
-    assert_same(before, training.everything())
-    assert session.skipped_steps(training.optimizer) == 1
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
-    by_hand(training)
-    assert session.skipped_steps(training.optimizer) == 1
-    assert not torch.equal(before["stepped"][0], training.everything()["stepped"][0])
-
-
 @fp16
 def test_a_first_step_that_raises_is_taken_back(session, level):
     class Clumsy(SAM):
@@ -337,26 +306,6 @@ def test_zero_grad_and_second_step_take_the_first_step_back(session, level):
     excess = training.excess()
     assert step(training, "sam-adam") is not None
     assert training.excess() < excess + allowed(training)
-
-
-@all_levels
-def test_an_exception_at_the_top_takes_the_first_step_back(session, level):
-    """The next iteration starts from the foot."""
-    training = Training(session, level, "sam-sgd")
-    before = training.everything()["stepped"]
-    training.faults = {2: KeyError("data")}
-    training.backward()
-    training.optimizer.first_step(zero_grad=True)
-    assert not torch.equal(before[0], training.everything()["stepped"][0])
-    with (
-        pytest.raises(KeyError, match="data"),
-        session.scale_loss(training.problem.loss(training.model), training.optimizer) as scaled,
-    ):
-        scaled.backward()
-        training.backward()
-    after = training.everything()
-    assert_same(before, after["stepped"])
-    assert_same([p.to(w.dtype) for p, w in zip(before, after["model"], strict=True)], after["model"])
 
 
 @three_levels

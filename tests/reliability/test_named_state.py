@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit import INF, assert_same, backward, batch, mlp, start, through_a_file, train
-from resumed_runs import KINDS as TORCHS_AND_OURS
+from optimizer_kinds import KINDS as TORCHS_AND_OURS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

@@ -209,43 +209,6 @@ def test_grad_scaler_on_an_odd_model(name, which):
     assert_agree(model.parameters(), expected)
 
 
-LAYOUTS = {
-    "contiguous": lambda g: g.contiguous(),
-    "channels_last": lambda g: g.to(memory_format=torch.channels_last),
-    "transposed": lambda g: g.transpose(0, 1).contiguous().transpose(0, 1),
-    "gaps": lambda g: torch.stack([g, g], -1)[..., 0],
-    "expanded": lambda g: g[:1].expand(g.shape),
-    "offset": lambda g: torch.cat([torch.zeros(3), g.flatten()])[3:].view(g.shape),
-}
-
-
-@pytest.mark.full(but=60)
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-@every_optimizer
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("of_grad", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("of_weight", ["contiguous", "channels_last"])
-def test_a_gradient_of_another_layout_than_its_parameter(session, name, level, of_grad, of_weight):
-    """Compiled autograd and hooks leave such gradients."""
-    make, exact = PAIRS[name]
-    model = nn.Conv2d(3, 4, 2, bias=False)
-    model.weight.data = LAYOUTS[of_weight](model.weight.data)
-    expected = [nn.Parameter(model.weight.detach().double().contiguous())]
-    reference = exact(expected)
-    _, optimizer = start(session, level, make, model, loss_scale=8.0)
-    first = torch.arange(48.0).view(4, 3, 2, 2) / 16
-    for value in (first, 1 - first.flip(0), first):
-        value = of_grad(value)
-        with session.scale_loss(torch.zeros(()), optimizer):
-            # Factor and type first, then the layout: both would make it a plain one.
-            model.weight.grad = of_grad((value * 8).to(model.weight.dtype).float()).to(model.weight.dtype)
-        expected[0].grad = value.double().contiguous()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
-    assert_agree(master_params(optimizer), expected)
-
-
 @pytest.mark.parametrize("through", ["scale_loss", "GradScaler"])
 def test_fused_torch_optimizers_and_parameters_with_gaps(session, through):
     """torch would step the memory between the elements."""
