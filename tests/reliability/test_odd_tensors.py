@@ -140,7 +140,6 @@ PAIRS = {
     "FusedNovoGrad": (partial(OPTIMIZERS["FusedNovoGrad"], lr=0.1),) * 2,
     "LARC": (partial(larc, lr=0.5, momentum=0.0),) * 2,
 }
-every_optimizer = pytest.mark.parametrize("name", PAIRS)
 few_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 
 
