@@ -143,14 +143,6 @@ PAIRS = {
 few_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 
 
-def pair(name, **which):
-    """An odd model, its parameters in fp64, and the optimizers of both: functions for that of the model."""
-    # torch (2.13) walks the memory of a fused parameter as if it had no gaps, on the CPU, without amp too.
-    model = OddModel(with_gaps=name not in ("SGD-fused", "Adam-fused"), **which)
-    expected = model.exact()
-    return model, expected, PAIRS[name][0], PAIRS[name][1](expected)
-
-
 def assert_agree(parameters, expected) -> None:
     for i, (p, e) in enumerate(zip(parameters, expected, strict=True)):
         torch.testing.assert_close(
@@ -158,18 +150,19 @@ def assert_agree(parameters, expected) -> None:
         )
 
 
-def odd_models(*kinds):
-    """Each optimizer with each kind of model; those of torch that are not fused with complex parameters, too."""
-    cases = [(name, which) for name in PAIRS for which in kinds]
-    cases += [(name, "complex") for name in PAIRS if name.endswith(("plain", "foreach"))]
-    return pytest.mark.parametrize(("name", "which"), cases)
+ODD_MODELS = [(name, which) for name in PAIRS for which in ("odd", "all-empty")]
+ODD_MODELS += [(name, "complex") for name in PAIRS if name.endswith(("plain", "foreach"))]
 
 
 @pytest.mark.full(but=40)
-@odd_models("odd", "all-empty")
+@pytest.mark.parametrize(("name", "which"), ODD_MODELS)
 @few_levels
 def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
-    model, expected, make, reference = pair(name, all_empty=which == "all-empty", with_complex=which == "complex")
+    # torch (2.13) walks the memory of a fused parameter as if it had no gaps, on the CPU, without amp too.
+    with_gaps = name not in ("SGD-fused", "Adam-fused")
+    model = OddModel(with_gaps, with_complex=which == "complex", all_empty=which == "all-empty")
+    expected, (make, exact) = model.exact(), PAIRS[name]
+    reference = exact(expected)
     _, optimizer = start(session, level, make, model, loss_scale=64.0)
     assert which != "complex" or model.cplx.dtype == torch.complex64
     for i in range(3):
