@@ -377,7 +377,7 @@ FAULTS = [
     Fault(
         "a save drops the gradients that wait", "ampctx",
         "values = masters.values()\n", "values = masters.values()\n        masters.drop_master_grads()\n",
-        f"{ROWS}plain_checkpoints.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",
