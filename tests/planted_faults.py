@@ -122,7 +122,7 @@ FAULTS = [
     Fault(
         "a plan writes where a tensor was", "csrc/plan.h",
         ": view.data != former.data) return kDiffers;", ": false) return kDiffers;",
-        "tests/optimizers/test_unresolved_gradients.py",
+        f"{ROWS}fuzz_programs.py",
     ),
     Fault(
         "a plan unscales a shared gradient twice", "csrc/plan.h",
@@ -378,7 +378,7 @@ FAULTS = [
     Fault(
         "a save drops the gradients that wait", "ampctx",
         "values = masters.values()\n", "values = masters.values()\n        masters.drop_master_grads()\n",
-        f"{ROWS}resume_several_optimizers.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",

@@ -15,7 +15,6 @@ from ampctx import AmpError, optimizers
 # Half the spacing of numbers near 1 in the type that the model computes in.
 ROUNDING = {"O0": 2.0**-24, "O1": 2.0**-11, "O2": 2.0**-11, "O4": 2.0**-8, "O5": 2.0**-8}
 all_levels = pytest.mark.parametrize("level", ROUNDING)
-cast = pytest.mark.parametrize("level", ["O2", "O5"])
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
 three_levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 
@@ -105,8 +104,8 @@ class Regression:
 class Training:
     """A model, an optimizer made of its parameters, and a closure whose evaluations overflow or raise on demand."""
 
-    def __init__(self, session, level, make_optimizer, zero="optimizer", **options):
-        self.session, self.level, self.zero = session, level, zero
+    def __init__(self, session, level, make_optimizer, **options):
+        self.session, self.level = session, level
         self.problem = Regression()
         # A start that no gradient of the problem overflows.
         options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, **options}
@@ -115,9 +114,6 @@ class Training:
         self.evaluations = 0
         # What becomes of an evaluation: a factor of its loss, or an exception.
         self.faults = {}
-
-    def zero_grad(self):
-        (self.optimizer if self.zero == "optimizer" else self.model).zero_grad()
 
     def backward(self):
         self.evaluations += 1
@@ -130,7 +126,7 @@ class Training:
         return loss
 
     def closure(self):
-        self.zero_grad()
+        self.optimizer.zero_grad()
         return self.backward()
 
     def excess(self):
@@ -199,63 +195,6 @@ def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
     assert -1e-12 <= training.excess() <= allowed(training)
 
 
-@cast
-def test_by_hand_and_with_a_closure_take_the_same_steps(session, level):
-    found = []
-    for iterate in (lambda training: step(training, "sam-adam"), by_hand):
-        training = Training(session, level, "sam-adam")
-        for _ in range(5):
-            iterate(training)
-        found.append(training.everything())
-        session.reset()
-    assert_same(*found)
-
-
-# --- masters ----------------------------------------------------------------------------------------------------------
-
-
-@cast
-@pytest.mark.parametrize("zero", ["optimizer", "model"])
-def test_every_evaluation_sees_the_rounded_masters_and_gives_its_own_gradients(session, level, zero):
-    seen = []
-
-    class Wanderer(torch.optim.SGD):
-        """Goes somewhere before each of three evaluations."""
-
-        @torch.no_grad()
-        def step(self, closure):
-            params = [p for group in self.param_groups for p in group["params"]]
-            for i in range(3):
-                for p in params:
-                    p.add_(0.1001 * i)
-                with torch.enable_grad():
-                    closure()
-                seen.append([(p.detach().clone(), p.grad.clone()) for p in params])
-
-    training = Training(session, level, lambda p: Wanderer(p, lr=0.1), zero, loss_scale=1.0)
-    dtype = training.model.weight.dtype
-    assert dtype in (torch.float16, torch.bfloat16)
-    inner, at = training.closure, []
-
-    def closure():
-        at.append([p.detach().clone() for p in training.model.parameters()])
-        return inner()
-
-    training.optimizer.step(closure)
-    assert len(seen) == len(at) == 3
-    for weights, evaluated in zip(at, seen, strict=True):
-        twin = Regression.model().to(dtype)
-        for weight, mine, (master, _) in zip(weights, twin.parameters(), evaluated, strict=True):
-            assert torch.equal(weight, master.to(dtype))
-            mine.data.copy_(weight)
-        problem = training.problem
-        (twin(problem.x.to(dtype)).float() - problem.y).square().mean().backward()
-        for mine, (_, grad) in zip(twin.parameters(), evaluated, strict=True):
-            assert torch.equal(mine.grad.float(), grad)
-    for p, master in zip(training.model.parameters(), session.master_params(training.optimizer), strict=True):
-        assert torch.equal(p, master.to(dtype))
-
-
 # --- overflows --------------------------------------------------------------------------------------------------------
 
 
@@ -284,25 +223,6 @@ def test_a_fault_in_an_evaluation_leaves_no_trace(session, level, name, fault, e
     excess = training.excess()
     assert step(training, name) is not None
     assert training.excess() < excess + allowed(training)
-
-
-@three_levels
-@pytest.mark.parametrize("fault", [INF, NAN], ids=["inf", "nan"])
-@pytest.mark.parametrize("evaluation", [1, 2])
-def test_an_overflow_in_a_step_by_hand_leaves_the_weights(session, level, fault, evaluation):
-    """And moves the scale once: nothing is evaluated on weights that are not finite."""
-    training = Training(session, level, "sam-adam")
-
-    by_hand(training)
-    before, scale = training.everything(), session.state_dict()["loss_scaler0"]["loss_scale"]
-    training.faults = {training.evaluations + evaluation: fault}
-    by_hand(training)
-    assert_same(before, training.everything())
-    assert session.skipped_steps(training.optimizer) == 1
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
-    by_hand(training)
-    assert session.skipped_steps(training.optimizer) == 1
-    assert not torch.equal(before["stepped"][0], training.everything()["stepped"][0])
 
 
 @fp16
@@ -337,26 +257,6 @@ def test_zero_grad_and_second_step_take_the_first_step_back(session, level):
     excess = training.excess()
     assert step(training, "sam-adam") is not None
     assert training.excess() < excess + allowed(training)
-
-
-@all_levels
-def test_an_exception_at_the_top_takes_the_first_step_back(session, level):
-    """The next iteration starts from the foot."""
-    training = Training(session, level, "sam-sgd")
-    before = training.everything()["stepped"]
-    training.faults = {2: KeyError("data")}
-    training.backward()
-    training.optimizer.first_step(zero_grad=True)
-    assert not torch.equal(before[0], training.everything()["stepped"][0])
-    with (
-        pytest.raises(KeyError, match="data"),
-        session.scale_loss(training.problem.loss(training.model), training.optimizer) as scaled,
-    ):
-        scaled.backward()
-        training.backward()
-    after = training.everything()
-    assert_same(before, after["stepped"])
-    assert_same([p.to(w.dtype) for p, w in zip(before, after["model"], strict=True)], after["model"])
 
 
 @three_levels

@@ -9,7 +9,7 @@ import torch
 from kit import COPIES as PLAIN_COPIES
 from kit import assert_same, backward, batch, every_level, loss_of, mlp, same, start, train
 from rank_processes import CONTEXT
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from ampctx import AmpError
 from ampctx.casts.arguments import ModelHook
@@ -46,36 +46,6 @@ each_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 
 
 # --- moving averages --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full(but=12)
-@pytest.mark.parametrize(
-    ("rule", "use_buffers"),
-    # torch's SWA rule takes no integer buffers.
-    [(get_ema_multi_avg_fn(0.9999), False), (get_ema_multi_avg_fn(0.9999), True), (get_swa_multi_avg_fn(), False)],
-    ids=["ema", "ema-of-buffers", "swa"],
-)
-@every_optimizer
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level, name, rule, use_buffers):
-    model, optimizer = start(session, level, name)
-    source = session.master_model(model)
-    average = AveragedModel(source, multi_avg_fn=rule, use_buffers=use_buffers)
-    # The same by fp32 models that know nothing of amp.
-    weights = mlp()
-    weights.load_state_dict(session.master_state_dict(model))
-    expected = AveragedModel(weights, multi_avg_fn=rule, use_buffers=use_buffers)
-    unfed = copy.deepcopy(expected)
-    for step in range(20):
-        train(session, model, optimizer, 1, step)
-        average.update_parameters(source)
-        weights.load_state_dict(session.master_state_dict(model))
-        expected.update_parameters(weights)
-    assert_same(average.state_dict(), expected.state_dict())
-    assert not torch.equal(average.module[0].weight, unfed.module[0].weight)
-    session.reset()
-    x = torch.randn(5, 4)
-    assert torch.equal(average.eval()(x), expected.eval()(x))
 
 
 def averaged(session, level, make):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at, refusal
-from kit import INF, assert_same, backward, every_level, loss_of, start
+from kit import INF, assert_same, backward, every_level, loss_of, start, through_a_file
 from stepping import KINDS, ScalerLoop
 from torch import nn
 
@@ -142,6 +142,20 @@ def test_any_line_of_a_block_may_raise(make_training, level, kind, every):
 
         result = interrupted(Training, level, kind, fault)
         assert same(result, never) or same(result, whole), place
+
+
+def test_loading_ends_what_an_interrupted_block_has_left_incomplete(make_training):
+    state = through_a_file(make_training("O1").session.state_dict(masters=True))
+    counted = make_training("O1")
+    for place in lines_of(lambda: counted.block(1))[::10]:
+        training = make_training("O1")
+        with pytest.raises(Fault), fault_at_line(place):
+            training.block(1)
+        training.session.load_state_dict(state)
+        training.block(1)
+        training.optimizer.step()
+        assert training.session.outcome(training.optimizer).stepped
+        training.session.reset()
 
 
 @every_kind

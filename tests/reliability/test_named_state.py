@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit import INF, assert_same, backward, batch, mlp, start, through_a_file, train
-from resumed_runs import KINDS as TORCHS_AND_OURS
+from optimizer_kinds import KINDS as TORCHS_AND_OURS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -172,18 +172,19 @@ def test_a_state_inside_an_accumulation_is_that_of_the_step_before():
 class Gan:
     """Two models, optimizers and losses."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, calls=1):
         self.models = nn.ModuleDict({"g": mlp(seed), "d": mlp(seed + 10)})
         self.optimizers = [FusedAdam(self.models["g"].parameters()), torch.optim.Adam(self.models["d"].parameters())]
         self.session = AmpSession()
-        models = list(self.models.values())
-        self.session.initialize(models, self.optimizers, opt_level="O2", num_losses=2, verbosity=0)
+        pairs = [*zip(self.models.values(), self.optimizers, strict=True)]
+        for model, optimizer in pairs if calls == 2 else [[list(each) for each in zip(*pairs, strict=True)]]:
+            self.session.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
 
     def steps(self, first, last):
         for step in range(first, last):
             for i, (name, optimizer) in enumerate(zip("gd", self.optimizers, strict=True)):
                 optimizer.zero_grad()
-                loss = self.models[name](batch(step)).float().square().mean() * (INF if step == i == 1 else 1)
+                loss = self.models[name](batch(step)).float().square().mean() * (INF if 1 <= step <= 1 + i else 1)
                 backward(self.session, loss, optimizer, loss_id=i)
                 optimizer.step()
         return self
@@ -198,9 +199,19 @@ class Gan:
 def test_several_models_optimizers_and_losses():
     first, second = Gan().steps(0, 3), Gan(1)
     state = first.get()
-    assert [state["amp"][f"loss_scaler{i}"]["loss_scale"].item() for i in range(2)] == [2.0**16, 2.0**15]
+    assert [state["amp"][f"loss_scaler{i}"]["loss_scale"].item() for i in range(2)] == [2.0**15, 2.0**14]
     second.set(state)
     assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
+
+
+def test_the_losses_of_two_initialize_calls():
+    first, second = Gan(calls=2).steps(0, 3), Gan(1, calls=2)
+    state = through_a_file(first.session.state_dict(masters=True))
+    assert set(state["optimizers"][0]["loss_scales"]) == {"loss_scaler0", "loss_scaler1"}
+    assert "loss_scales" not in state["optimizers"][1]
+    second.session.load_state_dict(state)
+    assert_same(second.session.state_dict(masters=True), state)
+    assert state["optimizers"][0]["loss_scales"]["loss_scaler0"]["loss_scale"] == 2.0**15
 
 
 def test_an_optimizer_that_refuses_its_state_undoes_the_others():

@@ -13,7 +13,7 @@ import torch
 from host_reads import HostReads
 from kit import assert_same, backward, loss_of, through_a_file, train
 from kit import start as start_with
-from resumed_runs import KINDS, ORDERS
+from optimizer_kinds import KINDS, ORDERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
