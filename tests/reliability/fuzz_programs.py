@@ -355,8 +355,11 @@ def drawn(seed: int) -> Program:
         some = [i for i in range(ITERATIONS) if rng.random() < 0.4]
         at = rng.choice([[first], [first], [first], list(range(first, ITERATIONS)), some, list(range(ITERATIONS))])
         features.append([name, rng.randrange(60), rng.randrange(60), at])
-    # The run without plans has its scale divided by this.
-    start["divided"] = 16 if level and start["scale"] != 1 else 1
+    # The run without plans has its scale divided by this, where no scaled gradient is looked at: of "f", which no
+    # optimizer has at first, or of a window.
+    names = {name for name, *_ in features}
+    looks = ("f" in start["names"] and names & {"look_at_gradients", "clip_model"}) or "delay_unscale" in names
+    start["divided"] = 16 if level and start["scale"] != 1 and not looks else 1
     return {"start": start, "features": features, "iterations": list(range(ITERATIONS))}
 
 
@@ -367,6 +370,10 @@ def is_in_torch(program: Program) -> bool:
     is_plain = not set(start["options"]) - {"weight_decay"} and start["dtype"] == "fp32" and start["level"] != "O3"
     if start["scaler"] and names & {"clip", "later_clip", "keep_gradients", "no_step", "step_twice"}:
         return False  # of gradients that are scaled there
+    if start["level"] in ("O2", "O5") and (not start["to_none"] or names & {"keep_gradients", "other_zero_grad"}):
+        return False  # a step drops the gradients of masters
+    if "-fused" in start["kind"] and names & {"form", "form_later", "hook"}:
+        return False  # torch's kernels take a gradient as it lies in memory
     if start["kind"] == "FusedSGD" and start["to_none"] is None:
         return False  # its default is another
     return is_plain and start["kind"] in TORCH and names <= {*IN_TORCH}
