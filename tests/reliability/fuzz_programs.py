@@ -489,7 +489,7 @@ class Run:
             grad.fill_(3.0)
         self.kept.clear()
         self.do("start")
-        count = 2 + self.now["accumulate"][1] % 2 if self.has("accumulate") else 1
+        count = 2 + self.now["accumulate"][1] % 2 if self.has("accumulate") else 1 + ("delay_unscale" in self.now)
         for b in range(count):
             self.attempt("block", self.block, 5 * i + b, b + 1 == count)
         for buffer in self.buckets:
