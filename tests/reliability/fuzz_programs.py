@@ -1,11 +1,11 @@
 """Runs training loops drawn at random with plans and without, and where that is defined beside plain torch in fp32.
 
-    python tests/reliability/fuzz_programs.py --programs 5000 [--seed 0] [--only SEED] [--program 'SMALLEST']
+    python tests/reliability/fuzz_programs.py --programs 5000 [--seed 0] [--program 'SMALLEST']
 
-A program has up to nine iterations: blocks, perhaps a clip, a step, zero_grad, and a few features, each in some of the
+A program has up to six iterations: blocks, perhaps a clip, a step, zero_grad, and a few features, each in some of the
 iterations. Both runs have to agree after each iteration, bit by bit, on weights, masters, state, outcomes and the types
 of exceptions, and on gradients and norms where the program looks at them. Gradients are multiples of 1/8, scales powers
-of two, so that torch's fp32 weights have to come out nearly equal.
+of two: so the run without plans may have another scale, and torch's fp32 weights have to come out nearly equal.
 
 Each program is its seed. Of one that fails, iterations and features are left out as long as it fails; what is left is
 printed. The runs have processes of their own (AMPCTX_PLAN is read at import), so that a crash is a finding, too.
@@ -25,6 +25,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,11 @@ from kit import COPIES, INF, LEVELS, NAN, OPTIMIZERS, in_thread, params_of, thro
 
 from ampctx import AmpSession, GradScaler, clip_grad_norm_, optimizers
 
-ITERATIONS = 9
+ITERATIONS = 6
 SHAPES = {"a": (4, 3), "b": (3, 5), "c": (7,), "d": (1,), "e": (0,), "f": (2, 2), "g": (3, 5)}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+FACTORS = (torch.arange(40) * 5 % 17 - 8) / 8
+HALF = (torch.float16, torch.bfloat16)
 KINDS: dict[str, Callable[..., Any]] = {
     **OPTIMIZERS,
     "SplitMasters": partial(optimizers.SplitMasters, torch.optim.AdamW, lr=0.01),
@@ -51,12 +54,18 @@ TORCH = {name: make for name, make in OPTIMIZERS.items() if "-" in name} | {
     "FusedSGD": OPTIMIZERS["SGD-plain"],
     "FusedAdagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
-# Rounded parts add up to a total norm in another order.
-OWN_NORM = ("FusedLAMB", "FusedMixedPrecisionLamb")
+Program = dict[str, Any]
+# Where, what, and the value: text, (dtype, shape, bytes), or (RAISES, the class, the message).
+Seen = tuple[str, str, Any]
+RAISES = "raises"
 
 
 class Interrupted(Exception):
     pass
+
+
+class Idle(Exception):
+    """A feature has nothing to change."""
 
 
 class Model(nn.Module):
@@ -77,166 +86,120 @@ class Model(nn.Module):
 # --- features ---------------------------------------------------------------------------------------------------------
 
 
-def every_second(g: Tensor) -> Tensor:
-    return torch.stack([g, torch.full_like(g, 7)], -1)[..., 0]
+def form(t: Tensor, k: int) -> Tensor:
+    """The same numbers, laid out in another way."""
+    sevens, can_be_complex = torch.full_like(t, 7), t.dtype != torch.bfloat16
+    match k % 8:
+        case 0:
+            return torch.cat([t, sevens], -1)[..., : t.shape[-1]]
+        case 1:
+            return t.t().contiguous().t()
+        case 2:  # unaligned
+            return torch.cat([t.new_full((3,), 7), t.flatten()])[3:].view(t.shape)
+        case 3 if can_be_complex and t.numel():  # contiguous, with torch's negative bit
+            flat = torch.cat([-t.flatten(), t.new_zeros(2 + t.numel() % 2)])
+            return torch.view_as_complex(flat.view(-1, 2)).conj().imag.as_strided(t.shape, t.contiguous().stride(), 0)
+        case 4 if can_be_complex:  # with the bit, every second element
+            return torch.view_as_complex(torch.stack([sevens, -t], -1)).conj().imag
+        case 5:
+            return t.clone()
+    return torch.stack([t, sevens], -1)[..., 0]
 
 
-def columns(g: Tensor) -> Tensor:
-    return torch.cat([g, torch.full_like(g, 7)], -1)[..., : g.shape[-1]]
+def pick(items: Any, n: int) -> Any:
+    if not (items := list(items)):
+        raise Idle
+    return items[n % len(items)]
 
 
-def transposed(g: Tensor) -> Tensor:
-    return g.t().contiguous().t()
+def two(items: list[Any]) -> list[Any]:
+    return items if len(items) > 1 else pick((), 0)
 
 
-def of_flat(g: Tensor) -> Tensor:
-    """An unaligned slice of a flat buffer."""
-    flat = torch.cat([g.new_full((3,), 7), g.flatten(), g.new_full((5,), 7)])
-    return flat[3 : 3 + g.numel()].view(g.shape)
+def tell(thing: Any, name: str, value: Any) -> None:
+    setattr(thing, name, value)
 
 
-def negated(g: Tensor) -> Tensor:
-    """The same numbers with torch's negative bit, contiguous."""
-    if g.dtype == torch.bfloat16 or g.numel() == 0:  # torch has no complex numbers of these
-        return every_second(g)
-    flat = torch.cat([-g.flatten(), g.new_zeros(2 + g.numel() % 2)])
-    values = torch.view_as_complex(flat.view(-1, 2)).conj().imag
-    return values.as_strided(g.shape, g.contiguous().stride(), 0)
-
-
-def conjugated(g: Tensor, part: str = "real") -> Tensor:
-    """A part of a conjugated tensor: every second element, of the imaginary one with the negative bit."""
-    if g.dtype == torch.bfloat16:
-        return columns(g)
-    rows = [g, torch.full_like(g, 7)] if part == "real" else [torch.full_like(g, 7), -g]
-    return getattr(torch.view_as_complex(torch.stack(rows, -1)).conj(), part)
-
-
-FORMS = (every_second, columns, transposed, of_flat, negated, conjugated, partial(conjugated, part="imag"), torch.clone)
 Do = Callable[["Run", int, int], Any]
 
 
-def of_grad(change: Callable[[Tensor, int], Tensor], stepped: bool = False) -> Do:
+def of_grad(change: Callable[[Tensor, int], Any], stepped: bool = False) -> Do:
     """Replaces the gradient of a parameter, or of one that an optimizer steps."""
-
-    def do(run: Run, n: int, k: int) -> None:
-        if (p := run.with_grad(n, stepped)) is not None:
-            p.grad = change(p.grad.detach(), k)
-
-    return do
+    return lambda run, n, k: tell(p := pick(run.with_grads(stepped), n), "grad", change(p.grad.detach(), k))
 
 
 def of_weight(change: Callable[[Any, int], Any], stepped: bool = False) -> Do:
     """Calls ``change`` with a parameter of the model, or one that an optimizer steps."""
-
-    def do(run: Run, n: int, k: int) -> None:
-        params = run.stepped if stepped else list(run.model.parameters())
-        with torch.no_grad():
-            change(params[n % len(params)], k)
-
-    return do
+    return lambda run, n, k: torch.no_grad()(change)(pick(run.params(stepped), n), k)
 
 
 def of_state(change: Callable[[Tensor, int], Tensor]) -> Do:
     """Replaces an entry of a parameter's state."""
 
     def do(run: Run, n: int, k: int) -> None:
-        states = [opt.state[p] for opt in run.inner_opts for p in params_of(opt) if opt.state.get(p)]
-        entry = states[n % len(states)] if states else {}
-        keys = [key for key, t in sorted(entry.items()) if isinstance(t, Tensor) and t.is_floating_point()]
-        if keys and (key := keys[k % len(keys)]) != "step":
-            entry[key] = change(entry[key], n + k)
+        entry = pick([opt.state[p] for opt in run.inner_opts for p in params_of(opt) if opt.state.get(p)], n)
+        floats = {key for key, t in entry.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        key = pick(sorted(floats - {"step"}), k)
+        entry[key] = change(entry[key], n + k)
 
     return do
 
 
-def form(t: Tensor, k: int) -> Tensor:
-    return FORMS[k % len(FORMS)](t)
-
-
-def set_data(p: Any, t: Tensor) -> None:
-    p.data = t
+def of_members(change: Callable[[list[Any], list[Any], int], Any]) -> Do:
+    """Calls ``change`` with the groups of an optimizer, and the parameters of the first."""
+    return lambda run, n, k: change(groups := pick(run.opts, n).param_groups, groups[0]["params"], k)
 
 
 def bucket(run: Run, n: int, k: int) -> None:
     """A gradient is a view of a buffer, which the program fills with other numbers before the step."""
-    if (p := run.with_grad(n)) is not None:
-        buffer = torch.zeros(64, dtype=p.dtype)
-        p.grad = buffer[k % 3 * 8 :][: p.numel()].view(p.shape).copy_(p.grad.detach())
-        run.reuse(buffer)
+    p = pick(run.with_grads(), n)
+    run.buckets.append(torch.zeros(64, dtype=p.dtype))
+    p.grad = run.buckets[-1][k % 3 * 8 :][: p.numel()].view(p.shape).copy_(p.grad.detach())
 
 
 def buckets(run: Run, n: int, k: int) -> None:
-    """All gradients are views of one buffer, as those of communication are."""
-    members = [p for p in run.model.parameters() if p.grad is not None and p.grad.layout == torch.strided]
-    for dtype in {p.dtype for p in members}:
-        own = [p for p in members if p.dtype == dtype]
-        at, flat = 1, torch.cat([torch.zeros(1, dtype=dtype), *(p.grad.detach().flatten() for p in own)])
-        for p in own:
-            p.grad = flat[at : at + p.numel()].view(p.shape)
-            at += p.numel()
-        if k % 2:
-            run.reuse(flat)
+    """All gradients of a dtype are views of one buffer, as those of communication are."""
+    dtype = pick(run.with_grads(), n).dtype
+    own = [p for p in run.with_grads() if p.dtype == dtype]
+    flat = torch.cat([torch.zeros(1, dtype=dtype), *(p.grad.detach().flatten() for p in own)])
+    for p, part in zip(own, flat[1:].split([p.numel() for p in own]), strict=True):
+        p.grad = part.view(p.shape)
+    run.buckets += [flat] * (k % 2)
 
 
-def share(run: Run, n: int, k: int) -> None:
+def share(run: Run, n: int, k: int, stepped: bool = False) -> None:
     """Two parameters have one gradient, or two of the same memory."""
-    params = run.stepped if run.now_at == "between" else run.model.parameters()
-    found = [p for p in params if p.shape == SHAPES["b"] and p.grad is not None]
-    p, q, *_ = *found[:: 1 - n % 2 * 2], None, None
-    if q is not None and p.dtype == q.dtype:
-        p.grad = q.grad if k % 3 else q.grad.view_as(q)
+    p, q, *_ = two([p for p in run.with_grads(stepped) if p.shape == SHAPES["b"]])[:: 1 - n % 2 * 2]
+    p.grad = q.grad if k % 3 else q.grad.view_as(q)
 
 
 def shrunk(run: Run, n: int, k: int) -> None:
-    """A gradient whose storage has been made smaller."""
-    p = run.with_grad(n)
-    if p is not None and p.numel() > 1 and run.is_ours and run.start["to_none"] is True:
-        p.grad = p.grad.detach().clone()
-        p.grad.untyped_storage().resize_(p.numel() * p.element_size() - 1)  # malloc gives more
-        run.shrunk.append(p)
+    """The storage of a gradient has been made smaller."""
+    p = pick([p for p in run.with_grads() if p.numel() > 1 and run.is_ours and run.start["to_none"] is True], n)
+    p.grad = p.grad.detach().clone()
+    p.grad.untyped_storage().resize_(p.numel() * p.element_size() - 1)  # malloc gives more
+    run.shrunk.append(p)
 
 
-def clip(run: Run, n: int, k: int, of: Callable[[Any], Any] = lambda run: run.stepped) -> None:
+def clip(run: Run, n: int, k: int, stepped: bool = True) -> None:
     clips = (nn.utils.clip_grad_norm_ if run.is_torch else clip_grad_norm_), nn.utils.clip_grad_norm_
-    run.see("norm", clips[n % 2](of(run), (0.25, 1.0, 100.0)[k % 3]))
+    pick(run.with_grads(stepped), n)
+    run.see("norm", clips[n % 2](run.params(stepped), (0.25, 1.0, 100.0)[k % 3]))
 
 
-def move_to_group(run: Run, n: int, k: int) -> None:
-    groups = run.groups(n)
-    if len(groups) > 1 and (members := groups[k % 2]["params"]):
-        groups[1 - k % 2]["params"].append(members.pop(k % len(members)))
-
-
-def drop_param(run: Run, n: int, k: int) -> None:
-    if len(members := run.groups(n)[0]["params"]) > 1:
-        members.pop(k % len(members))
-
-
-def add_group(run: Run, n: int, k: int) -> None:
-    if "f" in run.start["names"]:
-        run.opts[0].add_param_group({"params": [run.model.get_parameter("f")]})
-
-
-def state_goes(run: Run, n: int, k: int) -> None:
-    opt = run.inner_opts[n % len(run.opts)]
-    opt.state.clear() if k % 3 == 0 else opt.state.pop(params_of(opt)[k % len(params_of(opt))], None)
-
-
-def load_now(run: Run, n: int, k: int) -> None:
-    opt = run.opts[n % len(run.opts)]
-    opt.load_state_dict(through_a_file(opt.state_dict()) if k % 2 else opt.state_dict())
+def move_to_group(groups: list[Any], own: list[Any], k: int) -> None:
+    moved = pick(two(groups)[k % 2]["params"], k)
+    groups[k % 2]["params"][:] = [p for p in groups[k % 2]["params"] if p is not moved]
+    groups[1 - k % 2]["params"].append(moved)
 
 
 def save_then_load(run: Run, n: int, k: int) -> None:
     """Saves the first time, loads from then on."""
     targets = {"model": run.model, **{str(i): opt for i, opt in enumerate(run.opts)}}
     targets |= {"amp": run.session} if run.start["level"] else {}
-    if not run.saved:
-        run.saved = {name: copy.deepcopy(of.state_dict()) for name, of in targets.items()}
-        return
-    for name in sorted(targets, reverse=k % 2 == 1):
+    for name in sorted(targets, reverse=k % 2 == 1) if run.saved else ():
         targets[name].load_state_dict(copy.deepcopy(run.saved[name]))
+    run.saved = run.saved or {name: copy.deepcopy(of.state_dict()) for name, of in targets.items()}
 
 
 def copied(run: Run, n: int, k: int) -> None:
@@ -247,16 +210,13 @@ def copied(run: Run, n: int, k: int) -> None:
 
 
 def initialize_again(run: Run, n: int, k: int) -> None:
-    if run.start["level"]:
-        run.session.reset()
-        run.initialize()
+    run.session.reset()
+    run.initialize()
 
 
 def hook(p: Any, k: int) -> None:
-    if p.requires_grad and k % 2:
-        p.register_hook(lambda g: g * 0.5)
-    elif p.requires_grad:
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", every_second(p.grad)))
+    hooks = p.register_post_accumulate_grad_hook, p.register_hook
+    hooks[k % 2]((lambda p: tell(p, "grad", form(p.grad, 7)), lambda g: g * 0.5)[k % 2])
 
 
 def step_hook(run: Run, n: int, k: int) -> None:
@@ -265,20 +225,19 @@ def step_hook(run: Run, n: int, k: int) -> None:
             if k % 2 and p.grad is not None:
                 p.grad.mul_(2)
 
-    opt = run.inner_opts[n % len(run.opts)]
+    opt = pick(run.inner_opts, n)
     (opt.register_step_pre_hook if k % 3 else opt.register_step_post_hook)(double)
 
 
 def option(run: Run, n: int, k: int) -> None:
-    group = run.groups(n)[0]
+    group = pick(run.opts, n).param_groups[0]
     changes = {"lr": 0.005, "weight_decay": 0.25, "betas": (0.5, 0.75), "momentum": 0.5, "maximize": True, "eps": 1e-2}
     name = [name for name in changes if name in group][k % 3]
     group[name] = torch.tensor(0.005) if name == "lr" and n % 2 and run.is_ours else changes[name]
 
 
 def scheduler(run: Run, n: int, k: int) -> None:
-    if not run.schedulers:
-        run.schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in run.inner_opts]
+    run.schedulers = run.schedulers or [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in run.inner_opts]
     for each in run.schedulers:
         each.step()
 
@@ -286,41 +245,37 @@ def scheduler(run: Run, n: int, k: int) -> None:
 FLAGS = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients inf nan raise_before raise_after
 raise_in_inner inner_block delay_check closure step_twice step_in_thread no_step look_at_gradients other_zero_grad
 zero_by_model"""
-# Those that torch has, too.
-IN_TORCH = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients step_in_thread no_step
-look_at_gradients other_zero_grad zero_by_model form form_later bucket buckets grad_in_place clip later_clip
-move_to_group option reverse_group copy_group reverse_groups freeze state_in_place load_now hook collect scheduler"""
-DTYPES_OF_STATE = (torch.float64, torch.float16, torch.bfloat16)
 # By when they are done in an iteration; "": what ``Run`` asks for.
 PLACED: dict[str, dict[str, Do]] = {
     "": dict.fromkeys(FLAGS.split()),
     "start": {
-        "move_to_group": move_to_group,
-        "reverse_group": lambda run, n, k: run.groups(n)[0]["params"].reverse(),
-        "copy_group": lambda run, n, k: run.groups(n)[0].update(params=list(run.groups(n)[0]["params"])),
-        "reverse_groups": lambda run, n, k: run.groups(n).reverse(),
-        "add_group": add_group,
-        "drop_param": drop_param,
+        "move_to_group": of_members(move_to_group),
+        "reverse_group": of_members(lambda groups, own, k: two(own).reverse()),
+        "copy_group": of_members(lambda groups, own, k: groups[0].update(params=list(own))),
+        "reverse_groups": of_members(lambda groups, own, k: two(groups).reverse()),
+        "drop_param": of_members(lambda groups, own, k: two(own).pop(k % len(own))),
+        "add_group": lambda run, n, k: run.opts[0].add_param_group({"params": [run.model.get_parameter("f")]}),
         "freeze": of_weight(lambda p, k: p.requires_grad_(not p.requires_grad)),
-        "replace_data": of_weight(lambda p, k: set_data(p, form(p.data * 0.5, k))),
-        "strided_weight": of_weight(lambda p, k: set_data(p, form(p.data, k))),
+        "replace_data": of_weight(lambda p, k: tell(p, "data", form(p.data * 0.5, k))),
+        "strided_weight": of_weight(lambda p, k: tell(p, "data", form(p.data, k))),
         "copy_into_weight": of_weight(lambda p, k: p.copy_(torch.full_like(p, k % 4 / 4))),
         "edit_master": of_weight(lambda p, k: p.mul_(0.5), stepped=True),
-        "master_elsewhere": of_weight(lambda p, k: set_data(p, form(p.data, k)), stepped=True),
+        "master_elsewhere": of_weight(lambda p, k: tell(p, "data", form(p.data, k)), stepped=True),
         "swap": of_weight(lambda p, k: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))),
+        "hook": of_weight(hook),
         "state_in_place": of_state(lambda t, k: t.mul_(0.5)),
         "state_replaced": of_state(form),
-        "state_of_other_dtype": of_state(lambda t, k: t.to(DTYPES_OF_STATE[k % 3])),
-        "state_goes": state_goes,
-        "load_now": load_now,
+        "state_of_other_dtype": of_state(lambda t, k: t.to((torch.float64, *HALF)[k % 3])),
+        "state_goes": lambda run, n, k: pick([opt.state for opt in run.inner_opts if opt.state], n).popitem(),
+        "state_clear": lambda run, n, k: pick([opt.state for opt in run.inner_opts if opt.state], n).clear(),
+        "load_now": lambda run, n, k: pick(run.opts, n).load_state_dict(through_a_file(run.opts[0].state_dict())),
         "save_then_load": save_then_load,
         "load_model": lambda run, n, k: run.model.load_state_dict(
-            {m: t * 0.5 for m, t in run.model.state_dict().items()}
+            {m: t / 2 for m, t in run.model.state_dict().items()}
         ),
         "load_amp": lambda run, n, k: run.session.load_state_dict(run.session.state_dict(masters=bool(k % 2))),
         "copied": copied,
         "initialize_again": initialize_again,
-        "hook": of_weight(hook),
         "step_hook": step_hook,
         "collect": lambda run, n, k: gc.collect(),
         "option": option,
@@ -338,27 +293,32 @@ PLACED: dict[str, dict[str, Do]] = {
     },
     "between": {
         "form_later": of_grad(form, stepped=True),
-        "share_later": share,
-        "grad_in_place": of_grad(lambda g, k: g.mul_(0.5), stepped=True),
+        "share_later": partial(share, stepped=True),
+        "grad_in_place": lambda run, n, k: pick(run.with_grads(True), n).grad.mul_(0.5),
         "clip": clip,
         "later_clip": clip,
-        "clip_model": partial(clip, of=lambda run: list(run.model.parameters())),
+        "clip_model": partial(clip, stepped=False),
     },
     "end": {
         "scheduler": scheduler,
-        "kept_gradient": lambda run, n, k: (p := run.with_grad(n)) is not None and run.kept.append(p.grad),
+        "kept_gradient": lambda run, n, k: run.kept.append(pick(run.with_grads(), n).grad),
     },
 }
 FEATURES = {name: place for place, features in PLACED.items() for name in features}
+IN_TORCH = f"""{FLAGS.partition("inf")[0]} step_in_thread no_step look_at_gradients other_zero_grad zero_by_model form
+form_later grad_in_place clip later_clip move_to_group option reverse_group copy_group reverse_groups freeze
+state_in_place load_now hook collect scheduler""".split()
+ONLY_IF = {"level": "delay_unscale delay_check load_amp initialize_again", "scaler": "unscale_first"}
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int) -> dict[str, Any]:
+def drawn(seed: int) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
-    kind = rng.choice([*KINDS, "FusedAdam", "FusedSGD", "FusedAdam", "FusedSGD"])
+    is_plain = rng.random() < 0.15  # as torch
+    kind = rng.choice([*TORCH] if is_plain else [*KINDS, "FusedAdam", "FusedSGD", "FusedAdam", "FusedSGD"])
     start: dict[str, Any] = {"kind": kind, "options": {}, "dtype": "fp32", "scaler": False}
     start["level"] = level = rng.choice([*LEVELS, "O2", "O5", None, None, None])
     start["scale"] = rng.choice(["dynamic", "dynamic", 128.0, 1.0])
@@ -367,11 +327,11 @@ def drawn(seed: int) -> dict[str, Any]:
     start["to_none"] = rng.choice([True, True, True, False, None])
     options = start["options"]
     if level is None:
-        start["dtype"] = rng.choice(["fp32", "fp32", "bf16", "fp16", "fp64"])
+        start["dtype"] = rng.choice(["fp32"] if is_plain else ["fp32", "fp32", "bf16", "fp16", "fp64"])
         start["scaler"] = rng.random() < 0.5 and start["dtype"] != "fp16"
     if rng.random() < 0.3 and kind not in ("FusedLion", "FusedMuon"):
         options["weight_decay"] = 0.125
-    if kind.startswith("Fused") and kind != "FusedMixedPrecisionLamb":
+    if kind.startswith("Fused") and kind != "FusedMixedPrecisionLamb" and not is_plain:
         if (level is None and start["dtype"] in ("bf16", "fp16")) or level == "O5":
             masters = (True, "split") if start["dtype"] == "bf16" else ("split",) if level else (True,)
             if rng.random() < 0.5:
@@ -383,117 +343,104 @@ def drawn(seed: int) -> dict[str, Any]:
             options |= {} if kind in ("FusedAdagrad", "FusedNovoGrad") else {"min_8bit_size": 4}
         if rng.random() < 0.15:
             options["capturable"] = True
-    if kind.startswith(("Fused", "Split")) and level is None and not start["scaler"] and rng.random() < 0.3:
+    if kind.startswith(("Fused", "Split")) and not (level or start["scaler"] or is_plain) and rng.random() < 0.3:
         options["skip_nonfinite"] = True
-    most = [*FEATURES, *[*PLACED["block"]] * 2, *["clip", "share", "bucket"] * 3]
+    most = [*FEATURES, *[*PLACED["block"]] * 2, *["clip", "bucket", "form", "keep_gradients"] * 3, *["share"] * 6]
+    most = [m for m in most if m in IN_TORCH or not is_plain]
+    most = [m for m in most if all(start[need] or m not in names for need, names in ONLY_IF.items())]
+    most = [m for m in most if m != "add_group" or "f" in start["names"]]
     features: list[Any] = []
     for name in sorted({rng.choice(most) for _ in range(rng.choice([1, 2, 3, 4, 5]))}):
         first = rng.randrange(ITERATIONS)
         some = [i for i in range(ITERATIONS) if rng.random() < 0.4]
         at = rng.choice([[first], [first], [first], list(range(first, ITERATIONS)), some, list(range(ITERATIONS))])
         features.append([name, rng.randrange(60), rng.randrange(60), at])
+    # The run without plans has its scale divided by this, where no scaled gradient is looked at: of "f", which no
+    # optimizer has at first, or of a window.
+    names = {name for name, *_ in features}
+    looks = ("f" in start["names"] and names & {"look_at_gradients", "clip_model"}) or "delay_unscale" in names
+    start["divided"] = 16 if level and start["scale"] != 1 and not looks else 1
     return {"start": start, "features": features, "iterations": list(range(ITERATIONS))}
 
 
-def is_in_torch(program: dict[str, Any]) -> bool:
+def is_in_torch(program: Program) -> bool:
     """Whether torch in fp32 comes to nearly the same weights."""
     start = program["start"]
     names = {name for name, *_ in program["features"]}
     is_plain = not set(start["options"]) - {"weight_decay"} and start["dtype"] == "fp32" and start["level"] != "O3"
     if start["scaler"] and names & {"clip", "later_clip", "keep_gradients", "no_step", "step_twice"}:
         return False  # of gradients that are scaled there
+    if start["level"] in ("O2", "O5") and (not start["to_none"] or names & {"keep_gradients", "other_zero_grad"}):
+        return False  # a step drops the gradients of masters
+    if "-fused" in start["kind"] and names & {"form", "form_later", "hook"}:
+        return False  # torch's kernels take a gradient as it lies in memory
     if start["kind"] == "FusedSGD" and start["to_none"] is None:
         return False  # its default is another
-    return is_plain and start["kind"] in TORCH and names <= {*IN_TORCH.split()}
+    return is_plain and start["kind"] in TORCH and names <= {*IN_TORCH}
 
 
-def is_near(program: dict[str, Any]) -> bool:
-    """Whether norms of several dtypes are joined."""
-    start = program["start"]
-    clips = any("clip" in name for name, *_ in program["features"]) or "skip_nonfinite" in start["options"]
-    return start["kind"] in OWN_NORM or (clips and (start["level"] in ("O2", "O3", "O5") or start["dtype"] != "fp32"))
-
-
-def readable(program: dict[str, Any]) -> str:
-    start = program["start"]
-    lines = [", ".join(f"{name}={value}" for name, value in start.items() if value not in ({}, False, None))]
-    for i in program["iterations"]:
-        now = {name: f"{name}({n}, {k})" for name, n, k, at in program["features"] if i in at}
-        parts = [now[name] for name in PLACED["start"] if name in now]
-        inside = [text for name, text in now.items() if FEATURES[name] in ("", "block")]
-        parts.append(f"blocks[{', '.join(inside)}]")
-        parts += [now[name] for name in PLACED["between"] if name in now]
-        parts += ["step", *(now[name] for name in PLACED["end"] if name in now), "zero_grad"]
-        lines.append(f"{i}: {'; '.join(parts)}")
-    return "\n".join(lines)
+def is_near(program: Program) -> bool:
+    """Whether norms of several dtypes are joined: rounded parts add up in another order."""
+    clips = any("clip" in name for name, *_ in program["features"])
+    is_lamb = program["start"]["kind"] in ("FusedLAMB", "FusedMixedPrecisionLamb")
+    return is_lamb or (clips and program["start"]["level"] in ("O2", "O5"))
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
 
-# Where, what, and the value: text, (dtype, shape, bytes), or (RAISES, the class, the message).
-Seen = tuple[str, str, Any]
-RAISES = "raises"
-
 
 class Run:
-    """One run of a program. ``seen`` is what it came to."""
+    """One run of a program. ``seen`` is what it came to, ``did`` how often each feature has changed something."""
 
-    def __init__(self, program: dict[str, Any], is_torch: bool) -> None:
+    def __init__(self, program: Program, is_torch: bool = False, is_plain: bool = False) -> None:
         self.program, self.start, self.is_torch = program, program["start"], is_torch
         self.is_ours = not is_torch and "-" not in self.start["kind"] and self.start["kind"] != "SplitMasters"
+        self.divided = self.start["divided"] if is_plain else 1
         self.seen: list[Seen] = []
-        self.where, self.now = "start", {}
-        self.buckets: list[Tensor] = []
-        self.kept: list[Tensor] = []
-        self.shrunk: list[Tensor] = []
-        self.saved: dict[str, Any] = {}
-        self.schedulers: list[Any] = []
+        self.did: Counter[str] = Counter()
+        self.where, self.now, self.asked = "start", dict[str, Any](), set[str]()
+        self.buckets, self.kept, self.shrunk = list[Tensor](), list[Tensor](), list[Any]()
+        self.saved, self.schedulers, self.opts = dict[str, Any](), list[Any](), list[Any]()
         self.session, self.scaler = AmpSession(), None
         torch.manual_seed(0)
         self.model = Model(self.start["names"]).to(DTYPES[self.start["dtype"]])
-        self.opts: list[Any] = []
 
     # What features ask for.
-
-    def reuse(self, buffer: Tensor) -> None:
-        """The program writes to the buffer after the block, where blocks copy gradients."""
-        has_masters = self.start["level"] in ("O2", "O5") and "master_weights" not in self.start["options"]
-        if has_masters and buffer.dtype != torch.float32 and not self.is_torch:
-            self.buckets.append(buffer)
 
     @property
     def inner_opts(self) -> list[Any]:
         return [getattr(opt, "optim", opt) for opt in self.opts]
 
-    @property
-    def stepped(self) -> list[Tensor]:
-        return [p for opt in self.opts for p in params_of(opt)]
+    def params(self, stepped: bool = False) -> list[Any]:
+        return [p for opt in self.opts for p in params_of(opt)] if stepped else list(self.model.parameters())
 
-    def groups(self, n: int) -> list[Any]:
-        return self.opts[n % len(self.opts)].param_groups
+    def with_grads(self, stepped: bool = False) -> list[Any]:
+        return [p for p in self.params(stepped) if p.grad is not None and p.grad.layout == torch.strided]
 
-    def with_grad(self, n: int, stepped: bool = False) -> Any:
-        params = self.stepped if stepped else self.model.parameters()
-        found = [p for p in params if p.grad is not None and p.grad.layout == torch.strided]
-        return found[n % len(found)] if found else None
+    def has(self, name: str) -> bool:
+        """Whether a feature without a place is on. The caller does it."""
+        if name in self.now:
+            self.asked.add(name)
+        return name in self.now
 
     # Running.
 
     def initialize(self) -> None:
         if self.start["level"] is None or self.is_torch:
             return
-        scale = self.start["scale"]
+        scale, level = self.start["scale"], self.start["level"]
         options = {"master_weights": "split"} if self.start["options"].get("master_weights") else {}
-        options |= {"init_scale": 256.0, "growth_interval": 3} if scale == "dynamic" else {}
-        level = self.start["level"]
+        if scale == "dynamic":
+            options |= {"init_scale": 256.0 / self.divided, "growth_interval": 3}
+        else:
+            scale /= self.divided
         self.session.initialize(self.model, self.opts, opt_level=level, loss_scale=scale, verbosity=0, **options)
 
     def begin(self) -> None:
         makes = TORCH if self.is_torch else KINDS
         names = [name for name in [*self.start["names"], "norm.weight", "norm.bias"] if name != "f"]
         for i in range(self.start["opts"]):
-            own = names[i :: self.start["opts"]]
-            count = self.start["groups"]
+            own, count = names[i :: self.start["opts"]], self.start["groups"]
             given = [{"params": [self.model.get_parameter(n) for n in own[g::count]]} for g in range(count)]
             options = {name: DTYPES.get(value, value) for name, value in self.start["options"].items()}
             self.opts.append(makes[self.start["kind"]]([g for g in given if g["params"]], **options))
@@ -501,7 +448,7 @@ class Run:
         if self.start["scaler"] and not self.is_torch:
             self.scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
 
-    def __call__(self) -> list[Seen]:
+    def __call__(self) -> tuple[list[Seen], Counter[str]]:
         try:
             if self.attempt("start", self.begin):
                 for i in self.program["iterations"]:
@@ -512,74 +459,80 @@ class Run:
             self.attempt("reset", self.session.reset)
         self.where = "after reset"
         self.attempt("look", self.look)
-        return self.seen
+        return self.seen, self.did
 
     def attempt(self, what: str, call: Callable[..., Any], *args: Any) -> bool:
+        """Calls, notes an exception, and otherwise counts ``what`` and the features that were asked for."""
+        outer, self.asked = self.asked, {what}
         try:
             call(*args)
-            return True
+        except Idle:
+            return False
         except Exception as error:
             self.seen.append((self.where, what, (RAISES, type(error).__name__, str(error)[:200])))
-            return False
+            if not isinstance(error, Interrupted):
+                return False
+        finally:
+            done, self.asked = self.asked, outer
+        self.did.update(done)
+        return True
 
     def do(self, place: str) -> None:
-        self.now_at = place
         for name in PLACED[place]:
             if name in self.now:
                 self.attempt(name, PLACED[place][name], self, *self.now[name])
 
     def iterate(self, i: int) -> None:
         self.now = {name: (n, k) for name, n, k, at in self.program["features"] if i in at}
+        self.asked = set()
         for grad in self.kept:
             grad.fill_(3.0)
         self.kept.clear()
         self.do("start")
-        count = 1 + ("accumulate" in self.now) + ("accumulate" in self.now and self.now["accumulate"][1] % 2)
+        count = 2 + self.now["accumulate"][1] % 2 if self.has("accumulate") else 1 + ("delay_unscale" in self.now)
         for b in range(count):
             self.attempt("block", self.block, 5 * i + b, b + 1 == count)
         for buffer in self.buckets:
             buffer.fill_(100.0)
         self.buckets.clear()
-        if "look_at_gradients" in self.now:
+        if self.has("look_at_gradients"):
             self.attempt("look", self.look_at_gradients)
         self.do("between")
-        if "no_step" not in self.now:
-            for opt in self.opts * (1 + ("step_twice" in self.now)):
-                step = partial(self.step, opt, i)
-                self.attempt("step", in_thread if "step_in_thread" in self.now else lambda call: call(), step)
+        for opt in [] if self.has("no_step") else self.opts * (1 + self.has("step_twice")):
+            self.attempt("step", in_thread if self.has("step_in_thread") else lambda call: call(),
+                         partial(self.step, opt, i))  # fmt: skip
         if self.scaler is not None:
             self.attempt("update", self.scaler.update)
         self.do("end")
         for p in self.shrunk:
             p.grad = None
         self.shrunk.clear()
-        if "keep_gradients" not in self.now:
+        if not self.has("keep_gradients"):
             self.attempt("zero_grad", self.zero_grad)
+        self.did.update(self.asked)
 
     def loss(self, number: int) -> Tensor:
         """Different in each block; the gradients are multiples of 1/8."""
         factors = {}
         for j, (name, p) in enumerate(self.model.named_parameters()):
-            left_out = self.now.get("some_without_gradient", (0, -1))[1]
-            if p.requires_grad and (left_out < 0 or j % 3 != left_out % 3):
-                places = torch.arange(p.numel()) * 5 + j * 3 + number
-                factors[name] = ((places % 17 - 8) / 8).reshape(p.shape).to(p.dtype)
+            left_out = "some_without_gradient" in self.now and (j + self.now["some_without_gradient"][1]) % 3 == 0
+            if p.requires_grad and not (left_out and self.has("some_without_gradient")):
+                factors[name] = FACTORS[(j * 3 + number) % 17 :][: p.numel()].reshape(p.shape).to(p.dtype, copy=True)
         for name, value in (("inf", INF), ("nan", NAN)):
-            if name in self.now and factors:
-                factor = list(factors.values())[self.now[name][0] % len(factors)]
-                factor.flatten()[-1:].fill_(value)
+            if factors and self.has(name):
+                pick(factors.values(), self.now[name][0]).flatten()[-1:].fill_(value)
         return self.model(factors)
 
     def block(self, number: int, is_last: bool, is_inner: bool = False) -> None:
         loss = self.loss(number)
         with self.scaled(loss, is_last) as scaled:
-            if "raise_before" in self.now and not is_inner:
+            if not is_inner and self.has("raise_before"):
                 raise Interrupted
-            if "inner_block" in self.now and not is_inner:
+            if not is_inner and (self.has("inner_block") or self.has("raise_in_inner")):
                 self.block(number + 1, True, True)
             scaled.backward()
             self.do("block")
-            if ("raise_after" in self.now and not is_inner) or ("raise_in_inner" in self.now and is_inner):
+            if self.has("raise_in_inner" if is_inner else "raise_after"):
                 raise Interrupted
 
     @contextlib.contextmanager
@@ -588,35 +541,28 @@ class Run:
             yield loss
         elif self.scaler is not None:
             yield self.scaler.scale(loss)
-            if is_last and "unscale_first" in self.now:
-                for opt in self.opts:
-                    self.scaler.unscale_(opt)
+            for opt in self.opts if is_last and self.has("unscale_first") else ():
+                self.scaler.unscale_(opt)
         else:
-            delays = {"delay_unscale": "delay_unscale" in self.now and not is_last}
-            delays["delay_overflow_check"] = "delay_check" in self.now
+            delays = {"delay_unscale": not is_last and self.has("delay_unscale")}
+            delays["delay_overflow_check"] = self.has("delay_check")
             given = self.opts if len(self.opts) > 1 else self.opts[0]
             with self.session.scale_loss(loss, given, **delays) as scaled:
                 yield scaled
 
     def step(self, opt: Any, i: int) -> None:
-        if "closure" not in self.now:
-            (opt.step if self.scaler is None else partial(self.scaler.step, opt))()
-            return
-
         def closure() -> Tensor:
             opt.zero_grad()
             self.block(5 * i + 4, True)
             return torch.zeros(())
 
-        opt.step(closure) if self.scaler is None else self.scaler.step(opt, closure)
+        given = (closure,) if self.has("closure") else ()
+        opt.step(*given) if self.scaler is None else self.scaler.step(opt, *given)
 
     def zero_grad(self) -> None:
-        to_none = self.start["to_none"]
-        if "other_zero_grad" in self.now:
-            to_none = not to_none
-        given = {} if to_none is None else {"set_to_none": to_none}
-        for of in [self.model] if "zero_by_model" in self.now else self.opts:
-            of.zero_grad(**given)
+        to_none = not self.start["to_none"] if self.has("other_zero_grad") else self.start["to_none"]
+        for of in [self.model] if self.has("zero_by_model") else self.opts:
+            of.zero_grad(**({} if to_none is None else {"set_to_none": to_none}))
         if "f" in self.start["names"]:
             self.model.get_parameter("f").grad = None
 
@@ -631,7 +577,7 @@ class Run:
         self.seen.append((self.where, what, value if isinstance(value, tuple) else repr(value)))
 
     def look_at_gradients(self) -> None:
-        for i, p in enumerate([*self.model.parameters(), *self.stepped]):
+        for i, p in enumerate([*self.params(), *self.params(stepped=True)]):
             if not any(p is q for q in self.shrunk):
                 self.see(f"gradient {i}", p.grad)
 
@@ -643,225 +589,171 @@ class Run:
                 self.see(f"optimizer {i}, parameter {j}", p)
                 for key, value in sorted(opt.state.get(p, {}).items()):
                     self.see(f"optimizer {i}, parameter {j}, {key}", value)
-            if self.is_torch:
-                continue
-            if self.start["level"]:
+            if self.start["level"] and not self.is_torch:
                 self.see(f"optimizer {i} skipped", self.session.skipped_steps(self.opts[i]))
             elif "skip_nonfinite" in self.start["options"]:
                 self.see(f"optimizer {i} skipped", opt.skipped_steps())
         if self.scaler is not None:
             self.see("scale", self.scaler.get_scale())
         elif self.start["level"] and not self.is_torch and self.session.policy is not None:
-            self.see("scale", self.session.loss_scale())
+            self.see("scale", self.session.loss_scale() * self.divided)
 
 
 def serve() -> None:
-    """Answers (program, is_torch) by what its run has seen, until there are no more."""
+    """Answers (program, is_torch, is_plain) by what its run has seen and done, until there are no more."""
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
+    gc.freeze()
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    while True:
-        try:
-            given = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(Run(*given)(), answers)
-        answers.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            pickle.dump(Run(*pickle.load(sys.stdin.buffer))(), answers)
+            answers.flush()
 
 
 class Server:
     """A process that runs programs, started again where it has died."""
 
     def __init__(self, plans: bool) -> None:
-        self.environment = {**os.environ, "AMPCTX_PLAN": str(int(plans)), "OMP_NUM_THREADS": "1"}
-        self.process: Any = None
+        self.plans, self.process = plans, None
 
-    def ask(self, program: dict[str, Any], is_torch: bool = False) -> None:
+    def ask(self, program: Program, is_torch: bool = False) -> None:
         if self.process is None:
-            command = [sys.executable, __file__, "--serve"]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment
-            )
-        pickle.dump((program, is_torch), self.process.stdin)
+            environment = {**os.environ, "AMPCTX_PLAN": str(int(self.plans)), "OMP_NUM_THREADS": "1"}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen([sys.executable, __file__, "--serve"], env=environment, **pipes)
+        pickle.dump((program, is_torch, not self.plans), self.process.stdin)
         self.process.stdin.flush()
 
-    def answer(self) -> list[Seen]:
+    def answer(self) -> tuple[list[Seen], Counter[str]]:
         try:
             return pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            ended = self.process.wait()
-            self.close()
-            return [("process", "ended", str(ended))]
+            return [("process", "ended", str(self.close()))], Counter()
 
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.stdin.close()
-            self.process.stdout.close()
-            self.process.wait()
-            self.process = None
+    def close(self) -> Any:
+        process, self.process = self.process, None
+        return process and (process.communicate(), process.returncode)[1]
 
 
 # --- comparing and shrinking ------------------------------------------------------------------------------------------
 
 
-def _values(value: tuple[str, Any, bytes]) -> Tensor:
-    dtype, shape, content = value
-    if not content:
-        return torch.empty(shape)
-    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
+def _values(value: Any) -> Any:
+    if not isinstance(value, tuple) or value[0] == RAISES:
+        return value
+    dtype = getattr(torch, value[0].removeprefix("torch."))
+    return torch.frombuffer(bytearray(value[2]), dtype=dtype).reshape(value[1]) if value[2] else torch.empty(value[1])
 
 
-def _same(a: Any, b: Any, near: float | None) -> bool:
-    if a == b:
-        return True
-    if not isinstance(a, tuple) or not isinstance(b, tuple):
-        return False
-    if RAISES in (a[0], b[0]):
-        return a[:2] == b[:2]
-    if (a[0] != b[0] and near is None) or a[1] != b[1]:
+def _same(a: Any, b: Any, near: float | None, any_dtype: bool) -> bool:
+    if a == b or not isinstance(a, tuple) or not isinstance(b, tuple) or RAISES in (a[0], b[0]):
+        return a[:2] == b[:2] if isinstance(a, tuple) and RAISES in a else a == b
+    if (a[0] != b[0] and not any_dtype) or a[1] != b[1]:
         return False
     x, y = _values(a), _values(b)
-    if near is None:
-        alike = torch.equal(x.isnan(), y.isnan()) if x.is_floating_point() else False
-        return alike and torch.equal(x[~x.isnan()], y[~y.isnan()]) and torch.equal(x.signbit(), y.signbit())
     if not x.is_floating_point():  # codes, remainders
-        return True
-    wide = max(near, 0.01 if x.dtype in (torch.bfloat16, torch.float16) else 0.0)
+        return near is not None
+    if near is None:
+        return torch.equal(x.isnan(), y.isnan()) and torch.equal(*(t.nan_to_num(0, INF, -INF) for t in (x, y)))
+    wide = max(near, 0.01 if x.dtype in HALF else 0.0)
     return torch.allclose(x.double(), y.double(), rtol=wide, atol=wide, equal_nan=True)
 
 
-def _shown(seen: Seen) -> str:
-    value = seen[2]
-    is_tensor = isinstance(value, tuple) and value[0] != RAISES
-    return f"{seen[0]}, {seen[1]}: {_values(value).tolist() if is_tensor else value}"
-
-
-def difference(ours: list[Seen], theirs: list[Seen], near: float | None = None) -> str:
+def difference(ours: list[Seen], theirs: list[Seen], near: float | None = None, any_dtype: bool = False) -> str:
     """The first difference, "" if there is none."""
     for a, b in zip(ours, theirs, strict=False):
-        if a[:2] != b[:2] or not _same(a[2], b[2], near):
-            return f"{_shown(a)}\n  other: {_shown(b)}"
+        if a[:2] != b[:2] or not _same(a[2], b[2], near, any_dtype):
+            return f"{a[:2]}: {_values(a[2])}\n  other: {b[:2]}: {_values(b[2])}"
     return "" if len(ours) == len(theirs) else f"{len(ours)} and {len(theirs)} observations"
 
 
 class Fuzz:
-    def __init__(self) -> None:
-        self.planned, self.plain = Server(True), Server(False)
-        self.counts = {"programs": 0, "beside torch": 0, "refused at the start": 0}
+    """``counts``: programs of each sort, and how often each feature did something."""
 
-    def check(self, program: dict[str, Any]) -> str:
+    def __init__(self) -> None:
+        self.planned, self.plain, self.counts = Server(True), Server(False), Counter[str]()
+
+    def check(self, program: Program) -> str:
         """What is wrong with a program, "" if nothing is."""
         for server in (self.planned, self.plain):
             server.ask(program)
-        ours, plain = self.planned.answer(), self.plain.answer()
-        self.counts["programs"] += 1
-        self.counts["refused at the start"] += ours[0][:2] == ("start", "start")
+        (ours, did), (plain, _) = self.planned.answer(), self.plain.answer()
+        self.counts.update(did, programs=1, refused=ours[0][:2] == ("start", "start"))
         if found := difference(ours, plain, 1e-3 if is_near(program) else None):
             return f"with plans {found}"
-        if is_in_torch(program):
-            self.plain.ask(program, True)
-            return self.beside_torch(ours, self.plain.answer())
-        return ""
-
-    def beside_torch(self, ours: list[Seen], torchs: list[Seen]) -> str:
-        """Compares what the optimizers step."""
+        if not is_in_torch(program):
+            return ""
+        self.plain.ask(program, True)
+        torchs, _ = self.plain.answer()
         if any(value[0] == RAISES for seen in (ours, torchs) for _, _, value in seen):
             return ""
         self.counts["beside torch"] += 1
-        kept = [
+        stepped = [
             [s for s in seen if s[1].startswith("optimizer") and s[1].count(",") == 1 and s[0] != "after reset"]
             for seen in (ours, torchs)
         ]
-        return (found := difference(*kept, 1e-3)) and f"with ampctx {found}"
+        return (found := difference(*stepped, 1e-3, True)) and f"with ampctx {found}"
 
-    def smallest(self, program: dict[str, Any], most: int = 400) -> dict[str, Any]:
+    def smallest(self, program: Program, most: int = 400) -> Program:
         """Leaves out iterations, then features, then options, while the program fails."""
-        tried = 0
-        while True:
-            for smaller in self.smaller(program):
-                tried += 1
-                if tried > most:
-                    return program
-                if self.check(smaller):
-                    program = smaller
+        found: Program | None = program
+        while found:
+            program, found = found, None
+            for smaller in _smaller(program):
+                most -= 1
+                if most > 0 and self.check(smaller):
+                    found = smaller
                     break
-            else:
-                return program
-
-    def smaller(self, program: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        def but(**changes: Any) -> dict[str, Any]:
-            return {**program, **changes}
-
-        def without(items: list[Any], i: int) -> list[Any]:
-            return items[:i] + items[i + 1 :]
-
-        iterations, features, start = program["iterations"], program["features"], program["start"]
-        for n in (len(iterations) // 2, 1):
-            for i in range(len(iterations) - n, -1, -1) if len(iterations) > n > 0 else ():
-                yield but(iterations=iterations[:i] + iterations[i + n :])
-        for i in range(len(features)):
-            yield but(features=without(features, i))
-        for i, (name, n, k, at) in enumerate(features):
-            here = [j for j in at if j in iterations]
-            for j in range(len(here)) if len(here) > 1 else ():
-                yield but(features=[*features[:i], [name, n, k, without(here, j)], *features[i + 1 :]])
-        for name in start["options"]:
-            yield but(start={**start, "options": {k: v for k, v in start["options"].items() if k != name}})
-        for name, simple in (("opts", 1), ("groups", 1), ("scale", 1.0), ("to_none", True), ("scaler", False)):
-            if start[name] != simple:
-                yield but(start={**start, name: simple})
-        for i in range(len(start["names"])):
-            if len(start["names"]) > 1:
-                yield but(start={**start, "names": without(start["names"], i)})
-
-    def close(self) -> None:
-        self.planned.close()
-        self.plain.close()
+        return program
 
 
-def fuzz(seeds: Any, most_failures: int = 10, shrinks: bool = True) -> tuple[list[str], dict[str, int]]:
-    """Runs the programs of these seeds: a text for each that failed, and counts."""
+def _smaller(program: Program) -> Iterator[Program]:
+    start, features = program["start"], program["features"]
+    for key in ("iterations", "features"):
+        for n in (len(program[key]) // 2, 1):
+            for i in range(len(program[key]) - n, -1, -1) if n else ():
+                yield {**program, key: program[key][:i] + program[key][i + n :]}
+    for i, (*feature, at) in enumerate(features):
+        for j in at if len(at) > 1 else ():
+            fewer = [*feature, [other for other in at if other != j]]
+            yield {**program, "features": [*features[:i], fewer, *features[i + 1 :]]}
+    simple = {"opts": 1, "groups": 1, "scale": 1.0, "to_none": True, "scaler": False, "divided": 1, "options": {}}
+    changes = [{name: value} for name, value in simple.items() if start[name] != value]
+    changes += [{"names": [n for n in start["names"] if n != name]} for name in start["names"]]
+    yield from ({**program, "start": {**start, **change}} for change in changes)
+
+
+def fuzz(programs: Any, most_failures: int = 10) -> tuple[list[str], Counter[str]]:
+    """Runs programs: a text for each that failed, and counts."""
     run, failures = Fuzz(), []
-    try:
-        for seed in seeds:
-            if run.check(drawn(seed)):
-                small = run.smallest(drawn(seed)) if shrinks else drawn(seed)
-                failures.append(f"seed {seed}:\n{readable(small)}\n{run.check(small)}\n--program '{as_text(small)}'")
-                print(failures[-1], flush=True)
-                if len(failures) >= most_failures:
-                    break
-    finally:
-        run.close()
+    for program in programs:
+        if run.check(program):
+            small = run.smallest(program)
+            failures.append(f"{run.check(small)}\n--program '{json.dumps(small)}'")
+            print(failures[-1], flush=True)
+            if len(failures) >= most_failures:
+                break
+    run.planned.close(), run.plain.close()
     return failures, run.counts
-
-
-def as_text(program: dict[str, Any]) -> str:
-    return json.dumps(program)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
-    parser.add_argument("--only", type=int, help="the seed of one program")
-    parser.add_argument("--program", type=json.loads, help="a program as it was printed")
+    parser.add_argument("--program", type=json.loads, help="one program as it was printed")
     parser.add_argument("--failures", type=int, default=10, help="ends after so many; default 10")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve()
         return 0
-    if arguments.program is not None or arguments.only is not None:
-        run = Fuzz()
-        program = arguments.program or drawn(arguments.only)
-        found = run.check(program)
-        print(readable(program), found or "nothing is wrong", sep="\n")
-        run.close()
-        return 1 if found else 0
-    seed = arguments.seed
-    failures, counts = fuzz(range(seed, seed + arguments.programs), arguments.failures)
-    print(f"seed {seed}: {counts}, {len(failures)} failed")
+    seeds = range(arguments.seed, arguments.seed + arguments.programs)
+    programs = [arguments.program] if arguments.program else map(drawn, seeds)
+    failures, counts = fuzz(programs, arguments.failures)
+    print(f"seed {arguments.seed}: {dict(counts)}, {len(failures)} failed")
     return 1 if failures else 0
 
 
