@@ -84,6 +84,9 @@ class Block:
             binding.abandon(depth, self.ending)
 
 
+_round_again = outside_of_graphs(MasterParams.round_again)
+
+
 def _no_such_loss(call: str, loss_id: int, scales: list[LossScale]) -> AmpIndexError:
     given = f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize"
     return AmpIndexError(f"{call}: {given}. Pass the number of losses there.")
@@ -617,8 +620,8 @@ class AmpSession:
 
         def each() -> Iterator[Tensor]:
             yield from params
-            if binding is not None and binding.gradients.is_idle and not torch.compiler.is_compiling():
-                binding.masters.round_again()  # a loop may have written them
+            if binding is not None and binding.gradients.is_idle:
+                _round_again(binding.masters)  # a loop may have written them
 
         return each()
 

@@ -74,7 +74,9 @@ def _without_cache(enter: Callable) -> Callable:
     @functools.wraps(enter)
     def wrapper(region: Any) -> None:
         enter(region)
-        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+        is_open = not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        # Activation checkpointing enters a region for each tensor that it keeps, and writes no weight.
+        if is_open and sys._getframe(1).f_globals.get("__name__") != "torch.utils.checkpoint":
             region.had_cast_cache = True
             torch.set_autocast_cache_enabled(False)
 

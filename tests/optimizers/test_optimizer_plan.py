@@ -54,7 +54,7 @@ def test_calls_with_codes_are_the_same(capturable):
     same_as_copies(lambda: FusedAdam(parameters(), **options))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])  # of which the latter rounds
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])  # bf16 rounds
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(change, mode):
     same_as_copies(lambda: make("adam", mode), CHANGES[change])
