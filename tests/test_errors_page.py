@@ -375,6 +375,7 @@ def test_explain_prints_the_section_of_a_message(message, capsys):
     assert message in capsys.readouterr().out
 
 
+SAYS = re.compile(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)")
 # Texts that others say for a function: what it returns or raises.
 TEXTS_OF = {"f'amp: x'": "message", "f'torch.nn.utils.x'": "refuse_to_clip"}
 
@@ -386,9 +387,8 @@ def logged_texts():
             texts = []
             if isinstance(node, ast.FunctionDef) and node.name in TEXTS_OF.values():
                 texts = [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
-            elif isinstance(node, ast.Call):
-                if re.fullmatch(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)", ast.unparse(node.func)):
-                    texts = [max(map(ast.unparse, node.args), key=len)]  # beside names and kinds
+            elif isinstance(node, ast.Call) and SAYS.fullmatch(ast.unparse(node.func)):
+                texts = [max(map(ast.unparse, node.args), key=len)]  # beside names and kinds
             for text in (re.sub(r"\{[^}]*\}|%[sd]", "x", text) for text in texts):
                 if re.match("f?['\"]", text) and "torch deprecated" not in text and text not in TEXTS_OF:
                     yield text
