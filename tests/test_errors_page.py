@@ -60,10 +60,6 @@ def fp32_tensor_meets_fp16():
     torch.bmm(torch.ones(2, 2, 2).half(), torch.ones(2, 2, 2))
 
 
-def forward_goes_around_casts():
-    training("O2")[0].forward(X)
-
-
 def layer_called_from_outside():
     training("O2", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))[0][0](X)
 
@@ -123,10 +119,6 @@ def initialized_twice():
     amp.initialize(nn.Linear(4, 2), optimizer, opt_level="O4")
 
 
-def model_initialized_twice():
-    amp.initialize(training("O2")[0], opt_level="O2")
-
-
 def optimizer_made_anew():
     model, _ = training()
     backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -163,14 +155,6 @@ def loss_id_forgotten():
 def no_with():
     model, optimizer = training()
     amp.scale_loss(model(X).sum(), optimizer).backward()
-
-
-def pair_called():
-    training()(X)
-
-
-def pair_trained():
-    training().train()
 
 
 def sigmoid_in_16_bits():
@@ -269,6 +253,14 @@ def average_of_a_16_bit_model():
         average.update_parameters(model)
 
 
+def written_through_data():
+    model, optimizer = training("O2")
+    for _ in range(3):
+        backward(model, optimizer)
+        optimizer.step()
+        model.weight.data.mul_(0.5)
+
+
 class Masks(nn.Linear):
     def forward(self, x):
         return super().forward(x).masked_fill(torch.eye(8, 2) > 0, -1e9)
@@ -289,16 +281,12 @@ def state_of_a_disabled_scaler():
     ampctx.GradScaler("cpu").load_state_dict(state)
 
 
-def zero_for_the_letter():
-    training("02")
-
-
 SCALERS = (lambda: torch.amp.GradScaler("cpu"), lambda: ampctx.GradScaler("cpu"))
 TWICE = "has already been called"
 CASES: list[tuple[str, Callable[[], object]]] = [
     *(("Attempting to unscale FP16 gradients", lambda s=s: scaler_on_fp16_model(s())) for s in SCALERS),
     ("expected scalar type Half but found Float", fp32_tensor_meets_fp16),
-    ("mat1 and mat2 must have the same dtype", forward_goes_around_casts),
+    ("mat1 and mat2 must have the same dtype", lambda: training("O2")[0].forward(X)),
     ("mat1 and mat2 must have the same dtype", layer_called_from_outside),
     ("must have the same scalar type", lambda: training("O1", Scatters(4, 2))[0](X)),
     ("value cannot be converted to type c10::Half without overflow", lambda: training("O1", Masks(4, 2))[0](X)),
@@ -318,7 +306,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to", overflow),
     ("Invoked 'with amp.scale_loss', but internal Amp state has not been initialized", no_initialize),
     ("Found param with type torch.HalfTensor, expected fp32", lambda: training("O2", nn.Linear(4, 2).half())),
-    ("the model is under amp already", model_initialized_twice),
+    ("the model is under amp already", lambda: amp.initialize(training("O2")[0], opt_level="O2")),
     ("Incoming model is an instance of torch.nn.parallel", wrapped_too_early),
     ("A given optimizer should only be passed through amp.initialize once", initialized_twice),
     ("did not go through amp.initialize", optimizer_made_anew),
@@ -327,19 +315,20 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("no scale_loss block has named this optimizer", no_block),
     ("no scale_loss block has used loss_id", loss_id_forgotten),
     ("amp.scale_loss is a context manager", no_with),
-    ("amp.initialize returned a pair, the model and the optimizer", pair_called),
-    ("amp.initialize returned a pair, the model and the optimizer", pair_trained),
+    ("amp.initialize returned a pair, the model and the optimizer", lambda: training()(X)),
+    ("amp.initialize returned a pair, the model and the optimizer", lambda: training().train()),
     ("binary_cross_entropy got a 16-bit argument", sigmoid_in_16_bits),
     ("Detected call of lr_scheduler.step() before optimizer.step()", lambda: scheduler_after_a_skip(SCALERS[0]())),
     ("a GradScaler was given an optimizer that is under amp with fp32 master weights", scaler_over_masters),
     ("has no gradient, and clipping would not reach it", clipped_after_the_block),
+    ("was written through .data", written_through_data),
     ("see gradients multiplied by the loss scale", clipped_in_a_hook),
     ("the loss scale fell to", one_bad_batch_in_three),
     ("got gradients and are in no optimizer", layer_replaced),
     ("has changed no fp32 master weight", stepped_past_the_masters),
     ("The source state dict is empty", state_of_a_disabled_scaler),
     ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),
-    ("Unexpected optimization level '02'", zero_for_the_letter),
+    ("Unexpected optimization level '02'", lambda: training("02")),
     ("steps skipped so far, for inf, nan or a large norm of gradients", skipped_without_amp),
     ("was called inside a scale_loss block", stepped_inside_the_block),
     ("the checkpoint has no fp32 master weights", masters_rounded_off),
@@ -386,14 +375,23 @@ def test_explain_prints_the_section_of_a_message(message, capsys):
     assert message in capsys.readouterr().out
 
 
+SAYS = re.compile(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)")
+# Texts that others say for a function: what it returns or raises.
+TEXTS_OF = {"f'amp: x'": "message", "f'torch.nn.utils.x'": "refuse_to_clip"}
+
+
 def logged_texts():
     """All that ampctx warns of and logs, with x for what differs."""
     for path in sorted(Path(ampctx.__file__).parent.rglob("*.py")):
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-            if re.fullmatch(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)", ast.unparse(call.func)):
-                text = max(map(ast.unparse, call.args), key=len)  # beside names and kinds
-                if re.match("f?['\"]", text) and "torch deprecated" not in text:
-                    yield re.sub(r"\{[^}]*\}|%[sd]", "x", text)
+        for node in ast.walk(ast.parse(path.read_text())):
+            texts = []
+            if isinstance(node, ast.FunctionDef) and node.name in TEXTS_OF.values():
+                texts = [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+            elif isinstance(node, ast.Call) and SAYS.fullmatch(ast.unparse(node.func)):
+                texts = [max(map(ast.unparse, node.args), key=len)]  # beside names and kinds
+            for text in (re.sub(r"\{[^}]*\}|%[sd]", "x", text) for text in texts):
+                if re.match("f?['\"]", text) and "torch deprecated" not in text and text not in TEXTS_OF:
+                    yield text
 
 
 def test_explain_knows_every_text_that_ampctx_logs():
@@ -408,6 +406,7 @@ WORDS = {
     "ampctx: a few skipped steps are normal. The loss scale starts high": "Gradient overflow",
     "amp.load_state_dict was called before amp.initialize": "Invoked",
     "See docs/errors.md#has-left-scaled-gradients-in.": "has left scaled gradients in",
+    "Unexpected optimization level '02'. Use the letter O. See docs/levels.md.": "Unexpected optimization level",
     "docs/guide/skip_bad_steps.md": "steps skipped so far",
     "out of memory": "ampctx: out of memory",
     "mat1 and mat2 must have the same dtype, but got Float and Half": "expected scalar type Half",
