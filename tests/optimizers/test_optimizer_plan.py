@@ -34,16 +34,16 @@ def anew(optimizer):
     return copied
 
 
-def same_as_copies(make, change=None):
+def same_as_copies(make, change=None, step_by=step_on, steps=6):
     """Steps an optimizer, and beside it a new copy for each step. ``change``: of both, before the fourth step."""
     kept, other = make(), make()
-    for step in range(6):
+    for step in range(steps):
         other = anew(other)
         for optimizer in (kept, other):
             if step == 3 and change is not None:
                 change(optimizer)
             torch.manual_seed(step)
-            step_on(optimizer, step)
+            step_by(optimizer, step)
     assert_same(snapshot(kept), snapshot(other))
     return kept
 
