@@ -197,8 +197,8 @@ class AmpSession:
         Args:
             models: a module or a list of modules, fp32, on any device. Frozen parameters may be bf16, or of the level's
                 16-bit type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3)
-                or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and units
-                without a ``MixedPrecisionPolicy`` get that of the level.
+                or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and
+                units need a ``MixedPrecisionPolicy``, as ``ampctx.distributed.fully_shard`` gives them.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and

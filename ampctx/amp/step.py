@@ -515,12 +515,13 @@ class OptimizerBinding:
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self.steps.epoch += 1
         if not self.released:
-            if self.masters.ahead:
+            if self.masters.ahead and not self.inside:
                 self.masters.copy_to_model()
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.left_grads.zeroed()
-        self.flags.clear()
+        if not self.inside:  # else the step that runs has yet to record them
+            self.flags.clear()
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:

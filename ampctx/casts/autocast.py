@@ -341,9 +341,9 @@ class Autocast:
         before, wanted = self._states(self.device_types)
         self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
         _set_states(wanted)
-        # In the user's own torch.autocast block the user decides about the cache too.
+        # In the user's own torch.autocast block the user decides about the cache too. Without grad there is none.
         users = self._thread.home and not self._thread.suspensions and _nesting() > 0
-        torch.set_autocast_cache_enabled(not users or torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(torch.is_grad_enabled() and (not users or torch.is_autocast_cache_enabled()))
         # An interrupt may have left an earlier forward without its end, so clear here too.
         torch.clear_autocast_cache()
 

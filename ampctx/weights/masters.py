@@ -499,7 +499,7 @@ def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> N
 
 def _renew_locks() -> None:
     for masters in list(ALIVE):
-        masters.lock = threading.RLock()
+        masters.lock, masters.ahead = threading.RLock(), 0
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,5 +1,7 @@
 """What a fused step does besides stepping: it clips by the norm of the block's check, and counts itself as skipped."""
 
+import functools
+
 import pytest
 import torch
 from host_reads import OpCalls
@@ -140,3 +142,14 @@ def test_a_flag_of_the_program_is_counted_by_amp(session, level):
         del optimizer.found_inf
         assert calls.of["count_skip"] == 1
     assert session.skipped_steps(optimizer) == 1
+
+
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, functools.partial(torch.optim.Adam, fused=True)])
+def test_a_hook_that_zeroes_gradients_at_the_end_of_a_step_leaves_its_record(session, make):
+    model, optimizer = begin(session, "O2", make, loss_scale="dynamic")
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    for i in range(4):
+        block(session, model, optimizer, bad=i % 2 == 1)
+        optimizer.step()
+        assert session.outcome(optimizer).skipped is (i % 2 == 1)
+    assert session.skipped_steps(optimizer) == 2
