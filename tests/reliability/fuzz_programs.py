@@ -287,11 +287,15 @@ def drawn(seed: int) -> Program:
         at, n = [rng.randrange(1, ITERATIONS)], rng.randrange(60)
         late = [["form_later", n, 3, at]], [["clip", 0, 0, at], ["form_later", n, 7, at]]
         features = late[seed // 8 % 2]
+    if seed % 8 == 5:  # a gradient that is shared while the plan is made, or one that another block adds to
+        start |= {"names": ["a", "b", "g"], "opts": 1, "level": level or "O0", "scaler": False}
+        features = [["share", rng.randrange(60), rng.randrange(60), [0, 2]]]
+        features += [["keep_gradients", 0, 0, [0, 1, 2]]] if seed // 8 % 2 else []
     # The run without plans has its scale divided by this, where no scaled gradient is looked at: of "f", which no
     # optimizer has at first, or of a window.
     names = {name for name, *_ in features}
     looks = ("f" in start["names"] and names & {"look_at_gradients", "clip_model"}) or "delay_unscale" in names
-    start["divided"] = 16 if level and start["scale"] != 1 and not looks else 1
+    start["divided"] = 16 if start["level"] and start["scale"] != 1 and not looks else 1
     return {"start": start, "features": features, "iterations": list(range(ITERATIONS))}
 
 
