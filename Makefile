@@ -68,7 +68,7 @@ sanitize: $(VENV)/test.done
 # properties.
 test-hard: sanitize
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
-	$(PY) tests/reliability/fuzz_programs.py --programs 5000 --seed $$(date +%s)
+	$(PY) tests/fuzz_programs.py --programs 5000 --seed $$(date +%s)
 	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
 
 lint: $(VENV)/lint.done $(VENV)/test.done

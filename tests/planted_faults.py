@@ -359,7 +359,7 @@ FAULTS = [
     Fault(
         "a save drops the gradients that wait", "ampctx",
         "values = masters.values()\n", "values = masters.values()\n        masters.drop_master_grads()\n",
-        f"{ROWS}state_machine.py",
+        f"{ROWS}plain_checkpoints.py",
     ),
     Fault(
         "a GradScaler does not save its hysteresis", "ampctx",

@@ -139,15 +139,15 @@ class Frames:
     def leave(
         self,
         found_inf: FoundInf,
-        done: set[int] | None = None,
+        done: set[Any] | None = None,
         check_before: Callable[[], bool] = bool,
         inv_scale: Factor | None = None,
     ) -> None:
         """Ends the innermost frame: unscales its gradients, checks them, and adds them to the sum of scale 1.
 
-        ``done``: ids of parameters that other optimizers of the block have unscaled; extended. ``check_before``:
-        whether the gradients from before need a check, too, because a skipped step may have left them. ``inv_scale``:
-        in place of the frame's.
+        ``done``: ids of parameters and places of gradients that other optimizers of the block have unscaled; extended.
+        ``check_before``: whether the gradients from before need a check, too, because a skipped step may have left
+        them. ``inv_scale``: in place of the frame's.
         """
         frame, masters = self.frames[-1], self._masters
         factor = frame.inv_scale if inv_scale is None else inv_scale
@@ -185,7 +185,7 @@ class Frames:
         frame: Frame,
         factor: Factor,
         found_inf: FoundInf,
-        done: set[int] | None,
+        done: set[Any] | None,
         check_before: Callable[[], bool],
     ) -> None:
         nested, base = len(self.frames) > 1, self.frames[0].stash
@@ -278,7 +278,7 @@ class Frames:
         self,
         factor: Factor,
         found_inf: FoundInf,
-        done: set[int] | None,
+        done: set[Any] | None,
         check_before: Callable[[], bool],
         base: Grads,
         last: bool,
@@ -324,6 +324,9 @@ class Frames:
             foreach.axpby(arrived, before, arrived, found_inf, factor, 1.0, arg_to_check=-1 if check_before() else 0)
         if unseen and check_before():
             foreach.l2norm(unseen, found_inf)
+        if done is not None:  # nor is a gradient that an optimizer before this one has scaled
+            alone = {place: total for place, total in alone.items() if place not in done}
+            done.update(alone)
         if alone and factor != 1.0:
             scaled = list(alone.values())
             foreach.scale(scaled, scaled, found_inf, factor, last)

@@ -139,6 +139,16 @@ def test_a_gradient_that_two_parameters_hold_is_unscaled_once(session, level, ki
         optimizer.zero_grad(set_to_none=to_none)
 
 
+def test_optimizers_of_one_block_unscale_a_gradient_that_they_share_once(session):
+    model = nn.ParameterList([torch.ones(3), torch.ones(3)])
+    opts = [FusedAdam([p]) for p in model]
+    session.initialize(model, opts, loss_scale=64.0, verbosity=0)
+    with session.scale_loss(model[0].sum(), opts) as loss:
+        loss.backward()
+        model[1].grad = model[0].grad
+    assert [p.grad[0].item() for p in model] == [1.0, 1.0]
+
+
 def test_a_shared_gradient_is_added_to_those_of_both_parameters(session):
     model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(3)])
     model, optimizer = session.initialize(model, FusedAdam(model.parameters()), loss_scale=64.0, verbosity=0)

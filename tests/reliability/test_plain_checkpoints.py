@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from host_reads import HostReads
-from kit import assert_same, backward, loss_of, through_a_file, train
+from kit import assert_same, backward, loss_of, snapshot, through_a_file, train
 from kit import start as start_with
 from optimizer_kinds import KINDS, ORDERS
 from torch import nn
@@ -400,3 +400,17 @@ def test_a_state_of_amp_alone_loses_nothing(session, caplog, said):
         train(session, model, optimizer, 3)
     assert not caplog.records
     assert said() == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_save_between_a_block_and_its_step_changes_nothing(session, level):
+    found = []
+    for saves in (True, False):
+        model, optimizer = start_with(session, level, "FusedAdam")
+        backward(session, loss_of(model), optimizer)
+        if saves:
+            model.state_dict(), optimizer.state_dict(), session.state_dict(masters=True)
+        optimizer.step()
+        found.append(snapshot(optimizer, model))
+        session.reset()
+    assert_same(*found)

