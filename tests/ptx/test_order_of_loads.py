@@ -14,7 +14,7 @@ def test_all_lists_are_loaded_before_one_is_converted(modules):
     """A conversion waits for its load, and the loads behind it would wait too."""
     entries = [entry for module in modules for entry in module.entries]
     walks = [entry for entry in entries if WALKS.search(entry.name) and not ROUNDS.search(entry.name)]
-    assert len(walks) >= 100
+    assert len(walks) >= 96  # all of them, without the entries that LARC had
     for entry in walks:
         opcodes = [statement.text.split()[0] for statement in entry.body]
         vectors = [place for place, opcode in enumerate(opcodes) if opcode.startswith("ld.global.v4")]
