@@ -295,7 +295,7 @@ def drawn(seed: int) -> Program:
     names = {name for name, *_ in features}
     looks = ("f" in start["names"] and names & {"look_at_gradients", "clip_model"}) or "delay_unscale" in names
     start["divided"] = 16 if start["level"] and start["scale"] != 1 and not looks else 1
-    return {"start": start, "features": features, "iterations": list(range(ITERATIONS))}
+    return {"seed": seed, "start": start, "features": features, "iterations": list(range(ITERATIONS))}
 
 
 def is_in_torch(program: Program) -> bool:
@@ -661,7 +661,7 @@ def fuzz(programs: Any, most_failures: int = 10) -> tuple[list[str], Counter[str
     for program in programs:
         if run.check(program):
             small = run.smallest(program)
-            failures.append(f"{run.check(small)}\n--program '{json.dumps(small)}'")
+            failures.append(f"seed {small['seed']}: {run.check(small)}\n--program '{json.dumps(small)}'")
             print(failures[-1], flush=True)
             if len(failures) >= most_failures:
                 break

@@ -244,6 +244,18 @@ def test_what_is_left_of_a_parameter_that_the_next_loss_does_not_reach(session, 
     assert_same(before, loop.values())
 
 
+def test_a_gradient_that_the_model_zeroes_between_delayed_blocks_takes_those_from_before_along(session):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    session.initialize(model, optimizer, loss_scale=64.0, verbosity=0)
+    model.weight.sum().backward()
+    for factor, options in ((2.0, {"delay_unscale": True}), (3.0, {})):
+        backward(session, model.weight.sum() * factor, optimizer, **options)
+        if options:
+            model.zero_grad()
+    assert model.weight.grad.eq(3.0).all()
+
+
 @pytest.mark.parametrize("clean_is_sparse", [False, True])
 def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
     table = torch.nn.Embedding(4, 2, sparse=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import OPTIMIZERS, backward, start
+from kit import OPTIMIZERS, assert_same, backward, start
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -412,3 +412,15 @@ def test_lazy_modules(session, level):
     expected = losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     torch.manual_seed(2)
     assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+
+
+def test_state_that_is_loaded_right_after_a_parameter_joined_keeps_its_bits(session):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam([model.weight])
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    optimizer.param_groups[0]["params"].append(model.bias)
+    moments = {name: torch.full((1,), 1 / 3) for name in ("exp_avg", "exp_avg_sq")}
+    state = optimizer.state_dict() | {"state": {1: {"step": torch.tensor(1.0), **moments}}}
+    optimizer.load_state_dict(state)
+    (found,) = optimizer.state.values()
+    assert_same([found[name] for name in moments], list(moments.values()))
