@@ -56,9 +56,8 @@ def names_arguments(fn: F) -> F:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in known:
-                raise unexpected(fn.__qualname__, name, known)
+        for name in kwargs.keys() - known.keys():
+            raise unexpected(fn.__qualname__, name, known)
         return fn(*args, **kwargs)
 
     return cast(F, wrapper)

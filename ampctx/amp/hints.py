@@ -105,11 +105,8 @@ class Hints:
             )
 
     def left(self, block: Any, scaled: Tensor) -> None:
-        if (
-            block in self.fresh
-            and _loss_of(block) not in self.proved
-            and any(p.grad is not None for p in _leaves_of(block))
-        ):
+        is_new = block in self.fresh and _loss_of(block) not in self.proved
+        if is_new and any(p.grad is not None for p in _leaves_of(block)):
             self.say(
                 "plain backward",
                 "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss. "

@@ -97,9 +97,8 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
 
 def _are_served(columns: list[Column]) -> bool:
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
-    if extension.plans is None or is_watched() or not isinstance(first, Tensor):
-        return False
-    return extension.serves(first.device.type)
+    is_read = isinstance(first, Tensor) and extension.serves(first.device.type)
+    return is_read and extension.plans is not None and not is_watched()
 
 
 # --- what is as it was: in C, and in a loop of Python's for what is no plain tensor -----------------------------------

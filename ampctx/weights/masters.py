@@ -37,8 +37,7 @@ from ampctx.weights.store import resynced
 
 # The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-# Until the next block, the value and the version of 16-bit parameters without a master that were loaded. One that joins
-# an optimizer or is unfrozen then gets all bits.
+# Until the next block: value and version of loaded 16-bit parameters without a master, for all bits when they get one.
 LOADED: Any = WeakIdKeyDictionary()
 
 
@@ -95,6 +94,8 @@ class MasterParams:
         # allowed.
         self._takes_frozen = bool(originals) or allows_16bit
         self._low: set[int] = set()
+        # Masters that left the groups by their parameter, as long as the optimizer keeps state for them.
+        self._left: Any = WeakIdKeyDictionary()
         # Parameters without master that ``initialize`` has cast, with their former dtype.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # Names of parameters whose gradient was dropped when they joined.
@@ -138,7 +139,8 @@ class MasterParams:
         optimizer, originals = self._optimizer(), originals or {}
         groups, before = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
         known = {id(p) for p in (*self.params_without_master, *self._frozen)}
-        pair_of = {id(t): pair for pair in self.pairs for t in pair}  # by the ids of both
+        left = [(p, master) for p, reference in self._left.items() if (master := reference()) is not None]
+        pair_of = {id(t): pair for pair in (*left, *self.pairs) for t in pair}  # by the ids of both
         pairs: list[tuple[Tensor, Tensor]] = []
         plain: list[Tensor] = []
         frozen: list[Tensor] = []
@@ -174,9 +176,13 @@ class MasterParams:
             for group, params in zip(groups, before, strict=True):
                 group["params"][:] = params
             raise
+        for p, master in left:
+            if id(master) in stands_for:
+                master.copy_(resynced(p, master))  # what the program has written since it left
+                del self._left[p]
         for p, master in self.pairs:
             if id(master) not in stands_for:
-                _move_state(optimizer, master, p, torch.float32)  # for when it comes back
+                self._left[p] = weakref.ref(master)
         for p in plain:
             original = originals.get(p)
             if p.dtype in LOW_PRECISION and (p.requires_grad or self._takes_frozen) and id(p) not in known:
