@@ -30,6 +30,7 @@ def step(binding: Any, original: Callable, closure: Callable, args: tuple, kwarg
 
 def _step_on_device(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     former = vars(binding.optimizer).get("found_inf")
+    binding.masters.resync()  # what the program has written is there, also after a closure that raises
 
     def evaluate() -> Any:
         # This optimizer has not moved yet. A block must not write weights after the forward that it belongs to.

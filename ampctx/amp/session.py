@@ -53,6 +53,7 @@ from ampctx.weights.masters import LOADED, MasterParams
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt")  # an optimizer, or what wraps one
+_round_again = outside_of_graphs(MasterParams.round_again)
 
 
 @dataclass(eq=False)
@@ -82,9 +83,6 @@ class Block:
         # In reverse: of optimizers that share a parameter, the first one has stashed its gradient.
         for binding, depth in reversed(self.opened):
             binding.abandon(depth, self.ending)
-
-
-_round_again = outside_of_graphs(MasterParams.round_again)
 
 
 def _no_such_loss(call: str, loss_id: int, scales: list[LossScale]) -> AmpIndexError:

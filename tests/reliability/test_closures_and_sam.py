@@ -302,6 +302,18 @@ def test_a_group_that_joins_in_an_evaluation_that_overflows(session, level, name
     assert session.skipped_steps(training.optimizer) == 1
 
 
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, torch.optim.Adam])
+def test_a_closure_that_raises_leaves_weights_that_the_program_has_written(session, make):
+    model = nn.Linear(2, 1)
+    optimizer = make(model.parameters())
+    session.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    with pytest.raises(KeyError):
+        optimizer.step(lambda: {}["data"])
+    assert all(t.eq(3.0).all() for t in (model.weight, next(session.master_params(optimizer))))
+
+
 class Deaf(torch.optim.SGD):
     """Has no use for its closure."""
 
