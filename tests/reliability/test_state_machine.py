@@ -623,7 +623,9 @@ class Training(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 22), names=MASK)
     def edit_model(self, seed, names):
-        """A master follows its weight."""
+        """A master follows its weight, at the next read of masters: a weight that is put back before that is none."""
+        for i in range(2):
+            self.stepped_params(i)
         for n, value in self.values(seed, names).items():
             place = self.place(n)
             if self.is_low(n) and (place is None or self.by_optimizer):
@@ -656,17 +658,15 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.out and self.idle)
     @rule(masters=st.booleans())
     def save(self, masters):
-        """Changes nothing. Gradients are not in the state."""
+        """Changes nothing. Gradients and their overflows are not in the state."""
         for i in range(2):
             self.stepped_params(i)
-        masters |= any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales)
         states = {
             "model": self.model.state_dict(),
             "amp": self.session.state_dict(masters=masters),
             **{f"optimizer{i}": optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)},
         }
-        flags = [(opt.flags, opt.scales if masters else None) for opt in self.opts]
-        reference = copy.deepcopy((self.params, flags, self.scales))
+        reference = copy.deepcopy((self.params, self.scales))
         self.kept = through_a_file(states), masters, reference, self.layout_now
 
     @precondition(lambda self: self.kept)
@@ -675,10 +675,10 @@ class Training(RuleBasedStateMachine):
         states, has_masters, reference, layout = self.kept
         if not anew and (self.out or layout != self.layout_now):
             return
-        if not has_masters:  # nor flags, and gradients stay
-            anew |= any(opt.flags for opt in self.opts) or any(scale.waiting is not None for scale in self.scales)
+        if not has_masters:  # gradients stay
+            anew |= any(scale.waiting is not None for scale in self.scales)
             self.zero_all()
-        params, of_optimizers, scales = copy.deepcopy(reference)
+        params, scales = copy.deepcopy(reference)
         if anew:
             self.session.reset()
             self.params, self.layout = copy.deepcopy(params), copy.deepcopy(layout[0])
@@ -693,9 +693,11 @@ class Training(RuleBasedStateMachine):
             p.grad = p.plain = p.window = p.loaded = None
             self.model.get_parameter(n).requires_grad_(not p.frozen)
         self.scales = scales
-        for opt, (flags, scales) in zip(self.opts, of_optimizers, strict=True):
-            opt.flags, opt.checked, opt.stepped, opt.window = flags, False, False, None
-            opt.scales = opt.scales if scales is None else scales
+        for scale in scales:
+            scale.waiting = None
+        for opt in self.opts:
+            opt.flags, opt.checked, opt.stepped, opt.window = set(), False, False, None
+            opt.scales = {} if has_masters else opt.scales
 
     @precondition(lambda self: not self.by_optimizer and not self.out)
     @rule(level=LEVELS_DRAWN)
