@@ -25,7 +25,7 @@ from ampctx.kernels.calling_form import Call, Number, TensorLists, check_tensor,
 from ampctx.kernels.reference import compute_dtype
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
-from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers._work import Work
 from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op
 from ampctx.scaling.loss_scale import (
     DYNAMIC,
@@ -43,6 +43,7 @@ from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.weights.clip import strided_grad
 from ampctx.weights.frames import Frame
 from ampctx.weights.masters import MasterParams
+from ampctx.weights.step import Step
 
 # apex.amp is one session; its modules show that session's state.
 session: AmpSession = _default_session
@@ -186,7 +187,7 @@ __all__ = [
     "MasterParams",
     "Number",
     "OptimizerBinding",
-    "Scaling",
+    "Step",
     "TensorLists",
     "Undo",
     "Work",

@@ -38,7 +38,7 @@ def _step_on_device(binding: Any, original: Callable, closure: Callable, args: t
         with binding.casts.resumed():
             loss = closure()
         binding.ready()
-        if losses := binding.steps.overflowed_at_limit(binding.flags.take):
+        if losses := binding.steps.overflowed_at_limit(binding.flags.by_loss):
             binding.decided(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
         binding.masters.begin()

@@ -27,7 +27,7 @@ from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import is_sharded, values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import step_record
@@ -125,6 +125,8 @@ class OptimizerBinding:
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
         self.given = Step()
+        # Of other optimizers, each step asks.
+        self._is_by_device = masters.takes_step and skips_by_itself(optimizer)
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of, self._culprits_later = names, weak_method(self._culprits_of)
         self._was_of_models = self._is_among([p for params in names.by_model() for p in params.values()])
@@ -338,12 +340,12 @@ class OptimizerBinding:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
             self.ready()
-            if self.device_decides():
+            if self._is_by_device or self.device_decides():
                 # At the limit of skips in a row, the host must know.
-                if losses := self.steps.overflowed_at_limit(self.flags.take):
+                if self.steps.limit is not None and (losses := self.steps.overflowed_at_limit(self.flags.by_loss)):
                     return self.decided(losses)
                 return self.step_on_device(original, None, args, kwargs)
-            if losses := overflowed(self.flags.take()):
+            if losses := overflowed(self.flags.by_loss):
                 return self.decided(losses)
             result = self.run(original, *((None, *args) if args else ()), **kwargs)
             self.decided()
@@ -356,6 +358,8 @@ class OptimizerBinding:
         """Calls the optimizer's own code with casts off."""
         before, self.inside = self.inside, True
         try:
+            if not self.casts.undo:
+                return original(*args, **kwargs)
             with self.casts.suspended():
                 return original(*args, **kwargs)
         finally:
@@ -382,10 +386,10 @@ class OptimizerBinding:
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
         optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
-        former = {name: flag for name, flag in vars(optimizer).items() if name == "found_inf"}
+        of_others = vars(optimizer).get("found_inf")
         try:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
-            self.offer(former.get("found_inf"))
+            self.offer(of_others)
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             positional = (evaluate, *args) if evaluate or args else ()
@@ -394,43 +398,47 @@ class OptimizerBinding:
             outcome = self.steps.left_to_device(
                 flags.by_loss,
                 self._known(self.given.pending),
-                self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
+                self.given.found_inf.value if self.given.found_inf else vars(optimizer).get("found_inf"),
                 self._culprits,
                 lambda is_current: later(is_current, checked),
-                external="found_inf" in former,
+                external=of_others is not None,
                 counts=self.given.counts,
             )
             self.gradients.drop_master_grads()
-            self._take_back(former)
+            self._take_back(of_others)
             flags.clear()
             self.gradients.stepped = True
         except BaseException:
-            self._take_back(former)  # again, after an interrupt: a flag that stays would skip all steps
+            self._take_back(of_others)  # again, after an interrupt: a flag that stays would skip all steps
             raise
         self.steps.conclude(optimizer, outcome)
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
         """Sets ``given``, or ``found_inf`` of the optimizer. Joins the flag with one that is there already."""
-        optimizer = self._optimizer()
-        if any(group.get("fused") for group in optimizer.param_groups):
-            align_gradients(optimizer)
-        flags = [flag for _, flag in self.flags.by_loss.values()]
+        optimizer, masters, flag = self._optimizer(), self.masters, None
+        for _, raised in self.flags.by_loss.values():
+            flag = raised if flag is None else torch.maximum(flag, move(raised, flag.device))
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
             given = found_inf if isinstance(found_inf, Tensor) else torch.tensor(found_inf, device="cpu")
-            flags.append(given.detach().reshape(()).ne(0).float())
-        flag = join_flags(flags, flags[0].device) if flags else None
-        if self.masters.takes_step:
+            given = given.detach().reshape(()).ne(0).float()
+            flag = given if flag is None else torch.maximum(flag, move(given, flag.device))
+        if masters.takes_step:
             counts = self.steps.counts_for(flag, self.flags.by_loss)
-            masters = self.masters
-            self.given = Step(flag, masters.model_of, self.gradients.pending, counts, masters.advance)
-        elif flag is not None:
+            found = None if flag is None else PerDevice(flag)
+            self.given = Step(found, masters.model_of, masters.place.pending, counts, masters.advance)
+            return
+        if any(group.get("fused") for group in optimizer.param_groups):
+            align_gradients(optimizer)
+        if flag is not None:
             optimizer.found_inf = flag
 
-    def _take_back(self, former: dict[str, Any]) -> None:
+    def _take_back(self, found_inf: Any) -> None:
         self.given, own = Step(), vars(self._optimizer())
-        own.pop("found_inf", None)
-        own.update(former)
+        if "found_inf" in own:
+            del own["found_inf"]
+        if found_inf is not None:
+            own["found_inf"] = found_inf
 
     def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""

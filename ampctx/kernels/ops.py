@@ -72,7 +72,7 @@ _calls = _Calls()
 @contextmanager
 def noted() -> Iterator[list[OpCall]]:
     """Notes the calls of ops in this thread, for plans."""
-    if torch.compiler.is_compiling():  # no plan is made there
+    if extension.plans is None or torch.compiler.is_compiling():  # no plan is made there
         yield []
         return
     former, _calls.noted = _calls.noted, []

@@ -8,6 +8,7 @@ Schemas, fakes, checks and typed calls come from it, and the state keys and numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Number:
     of: str = ""
     checked: bool = True
 
-    @property
+    @cached_property
     def source(self) -> str:
         of = self.of or f"group[{self.name!r}]"
         return f"bool({of})" if self.type == "bool" else of
@@ -43,12 +44,12 @@ class State:
     one_element: bool = False  # one 0-d fp32 tensor per parameter
     code: str = ""
 
-    @property
+    @cached_property
     def codes_key(self) -> str:
         """Its key where it is kept in codes."""
         return f"{self.key}_codes"
 
-    @property
+    @cached_property
     def scales(self) -> str:
         """The list with the scales of codes, and its key. Empty for state that is no codes."""
         return f"{self.key}_scales"
@@ -74,50 +75,50 @@ class OpSpec:
     factors: tuple[str, ...] = ()
     elementwise: bool = True
 
-    @property
+    @cached_property
     def op(self) -> str:
         return f"multi_tensor_{self.name}"
 
-    @property
+    @cached_property
     def unscaling_op(self) -> str:
         """The same step, which also stores the unscaled gradients."""
         return f"multi_tensor_unscaling_{self.name}"
 
-    @property
+    @cached_property
     def ops(self) -> tuple[str, ...]:
         return (self.op, self.unscaling_op)
 
-    @property
+    @cached_property
     def sized(self) -> tuple[State, ...]:
         """State lists with tensors of the parameters' size."""
         return tuple(state for state in self.states if not state.one_element)
 
-    @property
+    @cached_property
     def coded(self) -> tuple[State, ...]:
         """State lists that may hold 8-bit codes."""
         return tuple(state for state in self.states if state.code)
 
-    @property
+    @cached_property
     def one_element(self) -> tuple[State, ...]:
         return (*(state for state in self.states if state.one_element), State("steps", "step", one_element=True))
 
-    @property
+    @cached_property
     def lists(self) -> tuple[str, ...]:
         sized, alone = ([state.name for state in states] for states in (self.sized, self.one_element))
         scales = (state.scales for state in self.coded)
         return ("grads", "params", *sized, "extras", *alone, *scales, "skips")
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The single-tensor arguments, which follow the lists."""
         return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers")
 
-    @property
+    @cached_property
     def values(self) -> tuple[str, ...]:
         """The arguments after the lists, in order."""
         return (*self.tensors, *(number.name for number in self.numbers), *END)
 
-    @property
+    @cached_property
     def schemas(self) -> tuple[str, ...]:
         return (self._schema(self.op, "grads"), self._schema(self.unscaling_op, ""))
 

@@ -43,9 +43,9 @@ from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
 from ampctx.optimizers._step_plan import StepPlan, step_plan
-from ampctx.optimizers._work import Kind, Members, Scaling, Work
+from ampctx.optimizers._work import Kind, Members, Work
 from ampctx.weights.pending import clear_grads
-from ampctx.weights.step import Given
+from ampctx.weights.step import Given, Step
 from ampctx.weights.store import EXTRAS, STORES, follow, joined
 
 logger = logging.getLogger("ampctx")
@@ -154,6 +154,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
     _initial_step = 0
+    # An additional factor for the gradients in ``.grad``.
+    _grad_factor: Factor = 1.0
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
     _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
@@ -257,13 +259,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """The dtypes of parameters with masters."""
         return LOW_PRECISION if self.master_weights else ()
 
-    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
+    def _global_norm(self, works: list[Work], scaling: Step) -> PerDevice | None:
         """The norm of all gradients for an op that needs it, else None."""
         return None
-
-    def _grad_factor(self) -> Factor:
-        """An additional factor for the gradients in ``.grad``."""
-        return 1.0
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -372,17 +370,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     @without_grad
     def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:
         """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
-        loss = _options.evaluated(closure)
+        loss = None if closure is None else _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
-        scaling = _work.scaling_of(self, self._grad_factor(), given() if callable(given) else given)
+        scaling = _work.given_to(self, given() if callable(given) else given)
         # Every check first, so that an error leaves everything as it was.
-        for g, group in enumerate(self.param_groups):
-            try:
-                _options.check_between_steps(group, self._flags(group))
-                _state_types.check(type(self).__name__, self._ops, group)
-            except AmpError as error:
-                raise type(error)(f"param_groups[{g}]: {error}") from None
+        if self._plan is None or not self._plan.knows(self):
+            self._check_between_steps()
         if self._guard is not None:
             flag = None if scaling.found_inf is None else scaling.found_inf.value
             scaling = scaling._replace(found_inf=PerDevice(self._guard.check(self, flag)))
@@ -394,7 +388,17 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             self._guard.concluded(self)
         return loss
 
-    def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
+    def _check_between_steps(self) -> None:
+        for g, group in enumerate(self.param_groups):
+            try:
+                _options.check_between_steps(group, self._flags(group))
+                _state_types.check(type(self).__name__, self._ops, group)
+            except AmpError as error:
+                raise type(error)(f"param_groups[{g}]: {error}") from None
+        if self._plan is not None and not self._plan.renew(self):
+            self._plan = None
+
+    def _apply(self, scaling: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
         if self.master_weights is True and self._data_writes.is_due() and not is_watched():
             self._tell_of_data_writes()
@@ -433,7 +437,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             names = (param_name(self.param_groups, *places[p]) for p in found)
             logger.warning("%s: %s", type(self).__name__, message(names))
 
-    def _new_works(self, scaling: Scaling) -> list[Work]:
+    def _new_works(self, scaling: Step) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
         works: list[Work] = []
         for group, kinds in zip(self.param_groups, members, strict=True):
@@ -458,7 +462,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         grad_scaler.step(self)
         return loss
 
-    def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
+    def _members(self, g: int, scaling: Step) -> dict[Kind, Members]:
         """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
         pending_grads = {} if scaling.pending is None else scaling.pending.grads
@@ -558,13 +562,21 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
             follow(p, self.state.get(p, {}), self._seen)
 
-    def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
         _work.call(self._op_of(work.group), work, self._arguments(work, scaling, norm))
         if work.sharded:
             wrote(work.members)
 
-    def _arguments(self, work: Work, scaling: Scaling, norm: PerDevice | None = None) -> dict[str, Any]:
+    def _numbers_of(self, group: Group) -> dict[str, Any]:
+        """The numbers of an op call that the options of a group give."""
+        return {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
+
+    def _arguments(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """What the op of a call is given besides lists. Takes the skip counts for the first call."""
+        return {**self._numbers_of(work.group), **self._numbers_now(work, scaling, norm)}
+
+    def _numbers_now(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
+        """Those of the arguments that each step brings."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.pending is not None:
@@ -575,19 +587,16 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             clip = {"grad_norm": inv_scale.norm.on(device), "max_norm": inv_scale.max_norm}
             inv_scale = inv_scale.inv_scale
         arguments = {
-            **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else float(lr),
-            "maximize": bool(group["maximize"]),
-            "seed": group["seed"],
             "unscale_grads": scaling.unscales and not work.is_pending,
             **clip,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        if scaling.skips is not None:
-            arguments["skips"] = scaling.skips.take(device)
+        if scaling.counts is not None:
+            arguments["skips"] = scaling.counts.take(device)
         return arguments
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.plan import marks
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import param_name, with_grads
-from ampctx.optimizers._work import Scaling, unscale
+from ampctx.optimizers._work import unscale
+from ampctx.weights.step import Step
 
 # An op call steps about so many elements, so that their way up overlaps with the next call.
 CALL_ELEMENTS = 2**24
@@ -155,7 +156,7 @@ class Offload:
 
     @outside_of_graphs
     @torch.no_grad()
-    def step(self, optimizer: Any, scaling: Scaling) -> None:
+    def step(self, optimizer: Any, scaling: Step) -> None:
         """The step of ``optimizer``, after its checks of options."""
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         self._drop(self._twins.keys() - set(members))
@@ -198,7 +199,7 @@ class Offload:
             tensor_loops.bump_versions(stepped)
             self._seen.update({p: marks([p]) for p in stepped})
 
-    def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
+    def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Step) -> Step:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
         for p, twin in self._twins.items():
             twin.weight.grad = None
@@ -215,7 +216,7 @@ class Offload:
             lanes[value.device].copy(here, value)
             return PerDevice(here)
 
-        return Scaling(down(scaling.found_inf), down(scaling.inv_scale))
+        return Step(down(scaling.found_inf), inv_scale=down(scaling.inv_scale))
 
 
 def _grad_dtype(p: Tensor) -> torch.dtype:

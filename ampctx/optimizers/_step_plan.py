@@ -15,20 +15,21 @@ from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad
+from ampctx.optimizers import _state_types
 from ampctx.optimizers._state_types import forms_of
-from ampctx.optimizers._work import Scaling, Work, defaults_of, settings_of, writes_all
-from ampctx.weights.pending import Pending
+from ampctx.optimizers._work import Work, defaults_of, is_fixed, options_of, settings_of, writes_all
+from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
 
-def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: Scaling) -> StepPlan | None:
+def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], step: Step) -> StepPlan | None:
     """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: copies of
     gradients, sums of ranks still to be made, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
     if len(calls) != len(works) or not all(work.is_plain for work in works):
         return None
     if may_arrive_as_sums(p for group in optimizer.param_groups for p in group["params"]):
         return None
-    grads_of = {} if scaling.pending is None else scaling.pending.grads
+    grads_of = {} if step.pending is None else step.pending.grads
     for work in works:
         own: list[Any] = [grads_of.get(p) if work.is_pending else stored_grad(p) for p in work.members]
         if not tensor_loops.same_items(local(own), work.lists["grads"]):
@@ -38,7 +39,7 @@ def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], scaling: S
     idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in stepped]
     state = optimizer.state
     plan = make_plan(optimizer.param_groups, planned, [(state, list(state), list(state.values()))], idle)
-    return None if plan is None else StepPlan(plan, optimizer, works, scaling)
+    return None if plan is None else StepPlan(plan, optimizer, works, step)
 
 
 def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
@@ -68,8 +69,8 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
 class StepPlan:
     """Refers to state, not to gradients."""
 
-    def __init__(self, plan: Plan, optimizer: Any, works: list[Work], scaling: Scaling) -> None:
-        self._plan, self._state, self._models, self._unscales = plan, optimizer.state, scaling.models, scaling.unscales
+    def __init__(self, plan: Plan, optimizer: Any, works: list[Work], step: Step) -> None:
+        self._plan, self._state, self._models, self._unscales = plan, optimizer.state, step.models, step.unscales
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
         ops_of = [optimizer._op_of(work.group) for work in works]
@@ -78,65 +79,69 @@ class StepPlan:
         self._defaults = list(map(defaults_of, ops_of, works))
         self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
         self._settings = settings_of(optimizer)
-        self._writes_all = writes_all(works, scaling)
-        self._pending_masters = None if scaling.pending is None else list(scaling.pending.masters)
+        self._writes_all = writes_all(works, step)
+        self._masters = None if step.pending is None else step.pending.masters
+        # By call: the places of its members among the masters with pending gradients, or None where it reads ``.grad``.
+        place_of = {} if self._masters is None else {id(p): i for i, p in enumerate(self._masters)}
+        self._places = [[place_of[id(p)] for p in work.members] if work.is_pending else None for work in works]
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._marks = marks(self._followed)
+        self._names = [name for name in (*optimizer.defaults, *_state_types.DEFAULTS) if name != "lr"]
+        self.renew(optimizer)
+
+    def knows(self, optimizer: Any) -> bool:
+        """Whether all options are the values that were checked, lr excepted, which is a float again."""
+        return self._options is not None and tensor_loops.same_items(options_of(optimizer, self._names), self._options)
+
+    def renew(self, optimizer: Any) -> bool:
+        """Takes over checked options. False where they need other calls."""
+        now = options_of(optimizer, self._names)
+        self._options = now if all(map(is_fixed, now)) else None
+        numbers = [optimizer._numbers_of(work.group) for work in self._works]
+        self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
+        return self._settings == settings_of(optimizer)
 
     def seen(self) -> dict[Tensor, bytes]:
         """The marks of these weights when they agreed with their states."""
         return {p: self._marks[16 * i : 16 * i + 16] for i, p in enumerate(self._followed)}
 
-    def run(self, optimizer: Any, scaling: Scaling) -> bool:
+    def run(self, optimizer: Any, step: Step) -> bool:
         """Makes the step. False if something is not as it was: nothing has changed then. No host sync."""
-        pending = scaling.pending
+        pending, masters, grads = step.pending, self._masters, None
         if (
             ops.is_watched()
             or optimizer.state is not self._state
-            or scaling.models is not self._models
-            or scaling.unscales is not self._unscales
-            or self._settings != settings_of(optimizer)
+            or step.models is not self._models
+            or step.unscales is not self._unscales
             or (self._followed and self._marks != marks(self._followed))
+            or (pending is None) is not (masters is None)
         ):
             return False
-        grads = None
-        if pending is not None or self._pending_masters is not None:
-            grads = self._grads_of(pending)
-            if grads is None:
+        if pending is not None and masters is not None:
+            if pending.masters is not masters and not tensor_loops.same_items(pending.masters, masters):
                 return False
-        norm, has_run = self._norm(optimizer, scaling, grads) if self._has_norm else None, False
+            value_at = pending.values.__getitem__
+            grads = [None if places is None else list(map(value_at, places)) for places in self._places]
+        norm, has_run = self._norm(optimizer, step, grads) if self._has_norm else None, False
         try:
             given = [
-                take({**defaults, **optimizer._arguments(work, scaling, norm)})
-                for work, take, defaults in zip(self._works, self._takers, self._defaults, strict=True)
+                take({**fixed, **optimizer._numbers_now(work, step, norm)})
+                for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True)
             ]
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
-            if not has_run and scaling.skips is not None:
-                scaling.skips.is_taken = False
+            if not has_run and step.counts is not None:
+                step.counts.is_taken = False
         if not has_run:
             return False
-        if self._writes_all and scaling.wrote is not None:
-            scaling.wrote()
+        if self._writes_all and step.wrote is not None:
+            step.wrote()
         if self._followed:
             self._marks = marks(self._followed)
         return True
 
-    def _grads_of(self, pending: Pending | None) -> list[Any] | None:
-        """Of each call the pending gradients, or None where it reads ``.grad``. None if others are pending now."""
-        if pending is None or self._pending_masters is None:
-            return None
-        if not tensor_loops.same_items(pending.masters, self._pending_masters):
-            return None
-        found: list[Any] = []
-        for work in self._works:
-            whole = tensor_loops.same_items(work.members, pending.masters)
-            grads = pending.values if whole else [pending.grads[p] for p in work.members] if work.is_pending else None
-            found.append(grads if grads is None else list(grads))
-        return found
-
-    def _norm(self, optimizer: Any, scaling: Scaling, grads: list[Any] | None) -> PerDevice | None:
+    def _norm(self, optimizer: Any, step: Step, grads: list[Any] | None) -> PerDevice | None:
         given = grads or [None] * len(self._works)
         now = [
             local(list(map(stored_grad, work.members))) if own is None else own
@@ -145,4 +150,4 @@ class StepPlan:
         if {None if grad is None else grad.layout for own in now for grad in own} != {torch.strided}:
             return None  # the plan finds the same, and does not run
         works = [work._replace(lists={**work.lists, "grads": own}) for work, own in zip(self._works, now, strict=True)]
-        return optimizer._global_norm(works, scaling)
+        return optimizer._global_norm(works, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,7 @@ from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state_types import forms_of
-from ampctx.weights.pending import Pending
-from ampctx.weights.step import SkipCounts, Step
+from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
@@ -32,34 +31,14 @@ _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 # --- what a step is given ---------------------------------------------------------------------------------------------
 
 
-class Scaling(NamedTuple):
-    """What one step reads: of amp's ``Step``, or of torch's attributes ``found_inf`` and ``grad_scale``.
-
-    found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
-    inv_scale: the factor for the gradients in ``.grad``.
-    models: fp32 master -> the 16-bit weight to write with it.
-    pending: 16-bit gradients in place of those of masters, with their own factor.
-    unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
-    skips: the numbers in which the first call counts the step.
-    wrote: to call once each weight of ``models`` has been written with its master.
-    """
-
-    found_inf: PerDevice | None = None
-    inv_scale: Factor = 1.0
-    models: Mapping[Tensor, Tensor] = {}
-    pending: Pending | None = None
-    unscales: bool = False
-    skips: SkipCounts | None = None
-    wrote: Callable[[], None] | None = None
-
-
-def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:
+def given_to(optimizer: Any, given: Step | None) -> Step:
     """What a step reads. amp's ``found_inf`` includes that of the optimizer."""
-    is_scaled = getattr(optimizer, "grad_scale", None) is not None
-    inv_scale = product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor
-    found_inf = taken_found_inf(optimizer if given is None else given)
-    given = given or Step()
-    return Scaling(found_inf, inv_scale, given.models, given.pending, is_scaled, given.counts, given.wrote)
+    factor, is_scaled = optimizer._grad_factor, getattr(optimizer, "grad_scale", None) is not None
+    if given is None:
+        given = Step(taken_found_inf(optimizer))
+    if factor == 1.0 and not is_scaled:
+        return given
+    return given._replace(inv_scale=product(taken_inv_scale(optimizer), factor), unscales=is_scaled)
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
@@ -180,7 +159,7 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
-def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
+def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling: Step) -> Iterator[Work]:
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
     destination, is_pending, in_codes = kind
@@ -249,8 +228,27 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
     foreach.scale(grads, grads, foreach.Unread(), factor)
 
 
+# The attributes of optimizers that are numbers of op calls, or choose these.
+_ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
+_ATTRIBUTES |= {n.of[5:].split()[0] for spec in SPECS.values() for n in spec.numbers if n.of.startswith("self.")}
+_FIXED = (float, int, bool, str, type(None), torch.dtype)
+
+
+def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
+    """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
+    found: list[Any] = list(map(vars(optimizer).get, _ATTRIBUTES))
+    for group in optimizer.param_groups:
+        found += (type(group["lr"]), *map(group.get, names))
+    return found
+
+
+def is_fixed(option: Any) -> bool:
+    """Whether no program can change the value in place, nor make it one to check by ``options_of``."""
+    return option is float or type(option) in _FIXED or (type(option) is tuple and set(map(type, option)) == {float})
+
+
 def settings_of(optimizer: Any) -> list[Any]:
-    """What decides about write backs and state besides the state itself, to compare."""
+    """The options that choose which op is called and which state it needs. A plan is dropped when they differ."""
     found: list[Any] = [optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights]
     for group in optimizer.param_groups:
         kept = group.get("state_dtype")
@@ -260,7 +258,7 @@ def settings_of(optimizer: Any) -> list[Any]:
     return found
 
 
-def writes_all(works: Sequence[Work], scaling: Scaling) -> bool:
+def writes_all(works: Sequence[Work], scaling: Step) -> bool:
     """Whether the calls write every weight of ``models``."""
     return sum(len(work.members) for work in works if work.kind[0] == "model") == len(scaling.models)
 

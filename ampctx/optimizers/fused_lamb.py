@@ -15,7 +15,8 @@ from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
 from ampctx.optimizers._options import Group, check_number
-from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers._work import Work
+from ampctx.weights.step import Step
 
 
 class FusedLAMB(FusedOptimizer):
@@ -68,7 +69,7 @@ class FusedLAMB(FusedOptimizer):
         if group["max_grad_norm"] is not None:
             group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"], finite=False)
 
-    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
+    def _global_norm(self, works: list[Work], scaling: Step) -> PerDevice | None:
         if not any(work.group["max_grad_norm"] for work in works):
             return None
         norms = []

@@ -24,8 +24,9 @@ from ampctx.optimizers import _options, _work, layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, check_finite, check_flag, check_number, param_name
-from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers._work import Work
 from ampctx.optimizers.fused_adam import compare_decay
+from ampctx.weights.step import Step
 
 # The bf16 elements of a stack: 64 MiB. Larger ones would only take more memory.
 MOST_ELEMENTS = 2**25
@@ -127,7 +128,7 @@ class FusedMuon(FusedOptimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def _new_works(self, scaling: Scaling) -> list[Work]:
+    def _new_works(self, scaling: Step) -> list[Work]:
         """The calls, with those of Muon cut into one for each stack."""
         works: list[Work] = []
         for work in super()._new_works(scaling):
@@ -138,7 +139,7 @@ class FusedMuon(FusedOptimizer):
             works += work.parts(kinds, MOST_ELEMENTS)
         return works
 
-    def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
         if not work.group["use_muon"]:
             super()._launch(work, scaling, norm)
             return
@@ -180,7 +181,7 @@ class FusedMuon(FusedOptimizer):
             factor = 0.2 * math.sqrt(max(rows, columns))
         layerwise.take_step(work, moves, arguments, inv_scale=factor, weight_decay=work.group["weight_decay"])
 
-    def _split_step(self, works: Sequence[Work], scaling: Scaling) -> None:
+    def _split_step(self, works: Sequence[Work], scaling: Step) -> None:
         """A step where ranks hold parts of matrices. One all_gather for each stack of these, in bf16: each rank
         orthogonalises all of them, and takes its rows."""
         directions: dict[Tensor, Tensor] = {}

@@ -63,7 +63,8 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
         return loss
 
-    def _grad_factor(self) -> Factor:
+    @property
+    def _grad_factor(self) -> Factor:  # type: ignore[override]
         scale = self.most_recent_scale
         return PerDevice(scale.float().reciprocal()) if isinstance(scale, Tensor) else 1.0 / scale
 

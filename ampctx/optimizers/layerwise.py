@@ -30,7 +30,8 @@ from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wr
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers._work import Work
+from ampctx.weights.step import Step
 from ampctx.weights.store import STORES
 
 Lists = Mapping[str, Sequence[Tensor]]
@@ -217,9 +218,9 @@ def _largest(t: Tensor) -> Tensor:
 class _Shards(Layers):
     """The tensors of one call of an optimizer's step."""
 
-    def __init__(self, optimizer: Any, work: Work, scaling: Scaling) -> None:
+    def __init__(self, optimizer: Any, work: Work, scaling: Step) -> None:
         # The skip counts are for the op that takes the step.
-        self.arguments, self.skips = optimizer._arguments(work, scaling._replace(skips=None)), scaling.skips
+        self.arguments, self.skips = optimizer._arguments(work, scaling._replace(counts=None)), scaling.counts
         super().__init__(work.lists, self.arguments["found_inf"])
         self.optimizer, self.work, self.group = optimizer, work, work.group
         self.inv_scale = scaling.inv_scale
@@ -254,7 +255,7 @@ class _Shards(Layers):
         take_step(self.work, moves, self.arguments, skips=skips, **options)
 
 
-def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
+def lamb(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
     """A step of LAMB. Two all_reduces; one where no group needs a ratio of norms."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
     calls = [_Shards(optimizer, work, scaling) for work in works]
@@ -286,7 +287,7 @@ def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         call.finish(moves)
 
 
-def novograd(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
+def novograd(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
     """A step of NovoGrad. One all_reduce, and another one if groups differ in their ``norm_type``."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
     calls = [_Shards(optimizer, work, scaling) for work in works]

@@ -330,7 +330,7 @@ class GradScaler(torch.amp.GradScaler):
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 # None: a framework has replaced that method, and only the flag tells.
                 losses = state.pop("overflowed", None)
-            elif not (losses := steps.overflowed_at_limit(lambda: flags) or None):
+            elif not (losses := steps.overflowed_at_limit(flags) or None):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
             state["stage"], state["done"] = OptState.STEPPED, (params := params_of(optimizer))
             known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params)))

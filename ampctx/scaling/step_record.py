@@ -139,7 +139,9 @@ class StepOutcome:
         the optimizer. No later code may write to these tensors."""
         raised = flags if isinstance(flags, dict) else dict.fromkeys(flags, 1.0)
         # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
-        self.numbers: dict[Number, Tensor | float] = {("overflowed", i): flag for i, flag in raised.items()}
+        self.numbers: dict[Number, Tensor | float] = {}
+        for i, flag in raised.items():
+            self.numbers["overflowed", i] = flag
         if external is not None:
             self.numbers["found_inf", 0] = external
         for i, factor in (scales or {}).items():
@@ -402,7 +404,7 @@ class StepRecord:
 
     # --- before the step ----------------------------------------------------------------------------------------------
 
-    def overflowed_at_limit(self, flags: Callable[[], Flags]) -> Overflowed:
+    def overflowed_at_limit(self, flags: Flags) -> Overflowed:
         """The losses that overflowed, if one more skip in a row would exceed the limit. Otherwise [], and the device
         decides. Host sync only at the limit."""
         if self.limit is None:
@@ -411,7 +413,7 @@ class StepRecord:
             self._poll()
         if self.in_a_row < self.limit:
             return []
-        if not (found := overflowed(flags())):
+        if not (found := overflowed(flags)):
             self._count_in_a_row(False)
         return found
 

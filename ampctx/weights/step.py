@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.weights.pending import Pending
 
 
@@ -37,20 +38,24 @@ class SkipCounts:
 
 
 class Step(NamedTuple):
-    """What one step is given.
+    """What one step is given, by amp or by torch's attributes ``found_inf`` and ``grad_scale``.
 
     found_inf: one element. If it is not 0, the step changes nothing. None: no check ran.
     models: fp32 master -> the 16-bit weight that the step writes with it.
     pending: 16-bit gradients in place of those of the masters, with their own factor.
     counts: the numbers in which the first op call counts the step.
     wrote: to call once each weight of ``models`` has been written with its master.
+    inv_scale: the factor for the gradients in ``.grad``.
+    unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
     """
 
-    found_inf: Tensor | None = None
+    found_inf: PerDevice | None = None
     models: Mapping[Tensor, Tensor] = {}
     pending: Pending | None = None
     counts: SkipCounts | None = None
     wrote: Callable[[], None] | None = None
+    inv_scale: Factor = 1.0
+    unscales: bool = False
 
 
 # A function for steps that evaluate the model, which ask after it.

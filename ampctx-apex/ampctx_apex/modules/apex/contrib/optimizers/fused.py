@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampctx import AmpNotImplementedError, AmpTypeError, AmpValueError, foreach, optimizers
 from ampctx.foreach import Factor, FoundInf, PerDevice
-from ampctx.spi import Group, Scaling, Work, check_option, check_scale
+from ampctx.spi import Group, Step, Work, check_option, check_scale
 
 Lists = list[list[Tensor | None]]
 
@@ -170,7 +170,7 @@ class FusedAdam(_OldStep, optimizers.FusedAdam):  # type: ignore[misc]
         # Uncorrected, the op has the old formula, with an lr that holds both corrections.
         return {**super()._op_options(group), "bias_correction": False}
 
-    def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
         group = work.group
         if group["bias_correction"]:
             beta1, beta2 = group["betas"]
