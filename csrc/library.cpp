@@ -446,17 +446,17 @@ PyObject* build_info(PyObject*, PyObject*) {
 
 PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr},
                            {"build_info", build_info, METH_NOARGS, nullptr},
-                           {"use_python", plan::use_python, METH_VARARGS, nullptr},
-                           {"spread_grads", plan::spread_grads, METH_O, nullptr},
-                           {"use_dtensor", plan::use_dtensor, METH_VARARGS, nullptr},
-                           {"make_plan", plan::make_plan, METH_VARARGS, nullptr},
-                           {"run", plan::run, METH_VARARGS, nullptr},
-                           {"run_once", plan::run_once, METH_VARARGS, nullptr},
-                           {"are_uniform", plan::are_uniform, METH_O, nullptr},
-                           {"marks", plan::marks, METH_O, nullptr},
-                           {"advanced", plan::advanced, METH_O, nullptr},
-                           {"have_no_grads", plan::have_no_grads, METH_O, nullptr},
-                           {"have_members", plan::have_members, METH_VARARGS, nullptr},
+                           {"use_python", python::use_python, METH_VARARGS, nullptr},
+                           {"spread_grads", python::spread_grads, METH_O, nullptr},
+                           {"use_dtensor", python::use_dtensor, METH_VARARGS, nullptr},
+                           {"make_plan", python::make_plan, METH_VARARGS, nullptr},
+                           {"run", python::run, METH_VARARGS, nullptr},
+                           {"run_once", python::run_once, METH_VARARGS, nullptr},
+                           {"are_uniform", python::are_uniform, METH_O, nullptr},
+                           {"marks", python::marks, METH_O, nullptr},
+                           {"advanced", python::advanced, METH_O, nullptr},
+                           {"have_no_grads", python::have_no_grads, METH_O, nullptr},
+                           {"have_members", python::have_members, METH_VARARGS, nullptr},
                            {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

@@ -135,11 +135,11 @@ FAULTS = [
         "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
     ),
     Fault(
-        "a plan reads a negated tensor as it lies", "csrc/plan.h",
+        "a plan reads a negated tensor as it lies", "csrc/tensors.h",
         "if (is_negated.get() != Py_False) return PyErr_Clear(), false;", "", f"{ROWS}fuzz_programs.py",
     ),
     Fault(
-        "a plan reads between the elements of a tensor", "csrc/plan.h",
+        "a plan reads between the elements of a tensor", "csrc/tensors.h",
         "if (!view.is_contiguous && !is_dense(view.layout)) return false;", "", f"{ROWS}fuzz_programs.py",
     ),
     Fault(
@@ -147,7 +147,7 @@ FAULTS = [
         "if len(leaf_of) < len(there):", "if False:", f"{ROWS}fuzz_programs.py",
     ),
     Fault(
-        "a plan keeps a gradient that is a part of a buffer", "csrc/plan.h",
+        "a plan keeps a gradient that is a part of a buffer", "csrc/tensors.h",
         "is_kept && !view.fills_storage", "false", f"{ROWS}fuzz_programs.py",
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS = [
         "tests/optimizers/test_guards.py",
     ),
     Fault(
-        "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/plan.h",
+        "a plan takes a gradient that is laid out otherwise over the ranks", "csrc/tensors.h",
         "return spec == other || PyObject_RichCompareBool(spec.get(), other.get(), Py_EQ) == 1;", "return true;",
         "tests/optimizers/test_plans_on_meshes.py",
     ),

@@ -1,0 +1,132 @@
+// Questions about many tensors, which Python asks on the way to a step. They need no plan.
+#pragma once
+
+#include <optional>
+
+#include "tensors.h"
+
+namespace ampctx::python {
+
+inline bool same_items(PyObject* items, PyObject* others) {
+  const Py_ssize_t count = PyList_Size(others);
+  if (PyList_Size(items) != count) return PyErr_Clear(), false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyList_GetItem(items, i) != PyList_GetItem(others, i)) return PyErr_Clear(), false;
+  }
+  return true;
+}
+
+// Whether each of the param groups holds these members, in order.
+inline bool same_members(PyObject* groups, PyObject* members) {
+  const Py_ssize_t count = PyList_Size(members);
+  if (PyList_Size(groups) != count) return PyErr_Clear(), false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const params = PyDict_GetItemWithError(PyList_GetItem(groups, i), torch.params);
+    if (!params || !same_items(params, PyList_GetItem(members, i))) return PyErr_Clear(), false;
+  }
+  return true;
+}
+
+// marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
+inline PyObject* marks(PyObject*, PyObject* tensors) {
+  const Py_ssize_t count = PyList_Size(tensors);
+  if (count < 0) return nullptr;
+  const PlainGetters guard;
+  std::vector<int64_t> found;
+  found.reserve(2 * count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch_item(tensors, i);
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    View view;
+    if (!tensor || !look(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
+    const Reference version(torch.get_version(torch.version, tensor, nullptr));
+    if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
+    found.push_back(PyLong_AsLongLong(version.get()));
+    found.push_back(reinterpret_cast<int64_t>(view.data));
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), 8 * found.size());
+}
+
+// have_no_grads(tensors): whether `.grad` of each is None; None where a tensor is not plain.
+inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
+  const Py_ssize_t count = PyList_Size(tensors);
+  if (count < 0) return nullptr;
+  std::optional<PlainGetters> guard;
+  if (count > 16) guard.emplace();  // for a few it costs more than it saves
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch_item(tensors, i);
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    if (!tensor || !(is_plain(tensor) || is_sharded(tensor))) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
+  }
+  return PyBool_FromLong(true);
+}
+
+// spread_grads(params): of each its gradient or None, of that this rank's part or None if it has no elements, and the
+// layout of both over the ranks or None. None where a tensor is neither plain nor a DTensor, or layouts differ.
+inline PyObject* spread_grads(PyObject*, PyObject* params) {
+  const Py_ssize_t count = PyList_Size(params);
+  if (count < 0) return nullptr;
+  const Reference grads(PyList_New(count)), parts(PyList_New(count)), layouts(PyList_New(count));
+  const auto none = [] { return Reference(Py_NewRef(Py_None)); };
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const param = PyList_GetItem(params, i);
+    if (!is_sharded(param) && !is_plain(param)) return Py_NewRef(Py_None);
+    Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part;
+    if (grad && grad.get() != Py_None) {
+      const bool has_parts = is_sharded(grad.get());
+      const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
+      part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
+      View view;
+      if (!is_placed || !part || !look(part.get(), view)) return PyErr_Clear(), Py_NewRef(Py_None);
+      if (view.numel == 0) part.reset();
+    }
+    if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
+    PyList_SetItem(layouts.get(), i, layout.release());
+    PyList_SetItem(grads.get(), i, grad.release());
+    PyList_SetItem(parts.get(), i, part ? part.release() : Py_NewRef(Py_None));
+  }
+  return PyTuple_Pack(3, grads.get(), parts.get(), layouts.get());
+}
+
+// have_members(groups, members): whether the param groups hold these lists of parameters.
+inline PyObject* have_members(PyObject*, PyObject* given) {
+  PyObject *groups, *members;
+  if (!PyArg_ParseTuple(given, "OO", &groups, &members)) return nullptr;
+  return PyBool_FromLong(same_members(groups, members));
+}
+
+// advanced(marks): those of tensors whose versions have gone up by one each.
+inline PyObject* advanced(PyObject*, PyObject* marks) {
+  char* bytes;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(marks, &bytes, &size) != 0) return nullptr;
+  if (size == 0) return Py_NewRef(marks);
+  std::vector<int64_t> found(size / 8);
+  std::memcpy(found.data(), bytes, size);
+  for (size_t i = 0; i < found.size(); i += 2) ++found[i];
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), size);
+}
+
+// are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
+inline PyObject* are_uniform(PyObject*, PyObject* lists) {
+  std::deque<Views> found;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
+    PyObject* const tensors = PyTuple_GetItem(lists, i);
+    if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
+    if (!read_list(tensors, found.emplace_back())) return PyErr_Clear(), PyBool_FromLong(false);
+  }
+  const Views& first = found[0];
+  if (first.empty()) return PyBool_FromLong(false);
+  for (const Views& views : found) {
+    if (views.size() != first.size()) return PyBool_FromLong(false);
+    for (size_t i = 0; i < views.size(); ++i) {
+      const View& view = views[i];
+      const bool is_as_others = view.dtype == views[0].dtype && view.device == first[0].device;
+      if (!is_as_others || view.numel != first[i].numel || !view.is_contiguous) return PyBool_FromLong(false);
+    }
+  }
+  return PyBool_FromLong(true);
+}
+
+}  // namespace ampctx::python
