@@ -17,42 +17,31 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar, overload
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Unpack
 
-from ampctx._collectives import check_process_group, is_rank_zero
-from ampctx._decorators import names_arguments, outside_of_graphs, without_grad
-from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import explain, export, fully_sharded, misuse, named_state, ranks, setup, state
+from ampctx._decorators import outside_of_graphs, without_grad
+from ampctx._errors import AmpError, AmpIndexError, AmpTypeError
+from ampctx.amp import explain, export, misuse, named_state, ranks, setup, state
 from ampctx.amp.events import Events, SkipLog, tell
-from ampctx.amp.methods import weak_method
-from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
-from ampctx.amp.setup import finalizer, is_optimizer
+from ampctx.amp.options import PrecisionPolicy, summary
+from ampctx.amp.setup import is_optimizer
 from ampctx.amp.step import OptimizerBinding
-from ampctx.casts import casting
-from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.casts.autocast import Autocast
+from ampctx.casts.arguments import Undo
 from ampctx.casts.forward_errors import note_casts_off
-from ampctx.casts.fp32_ops import install_fp32_ops, op_names
 from ampctx.casts.functions import FunctionCasts
-from ampctx.casts.kept_modules import find_kept, install_without_casts, with_tables
-from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
-from ampctx.kernels.sharding import reshard_units
 from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
-from ampctx.scaling.loss_scale import LossScale, check_count, check_loss_id
-from ampctx.scaling.step_record import DEFAULT_LENGTH, History, StepHistory, StepOutcome, StepRecord
+from ampctx.scaling.loss_scale import LossScale, check_loss_id
+from ampctx.scaling.step_record import History, StepHistory, StepOutcome
 from ampctx.weights.masters import LOADED, MasterParams
 
-M = TypeVar("M", bound=nn.Module)
-Opt = TypeVar("Opt")  # an optimizer, or what wraps one
 _round_again = outside_of_graphs(MasterParams.round_again)
 
 
@@ -90,7 +79,7 @@ def _no_such_loss(call: str, loss_id: int, scales: list[LossScale]) -> AmpIndexE
     return AmpIndexError(f"{call}: {given}. Pass the number of losses there.")
 
 
-class AmpSession:
+class AmpSession(FunctionCasts):
     """Mixed-precision training with apex.amp's API. Several sessions can exist side by side.
 
     Attributes:
@@ -118,7 +107,7 @@ class AmpSession:
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._casts, self._undo, self._thread = CastSwitch(), ExitStack(), misuse.OwnThread()
-        self._function_casts = FunctionCasts(self._casts.active_dtype)
+        super().__init__(self._casts.active_dtype)
 
     @property
     def verbosity(self) -> int:
@@ -141,219 +130,15 @@ class AmpSession:
             "one into it."
         )
 
-    # --- initialize and reset ----------------------------------------------------------------------------------------
+    # --- of other modules, which show the session as their first argument ---------------------------------------------
 
-    @overload
-    def initialize(self, models: M, optimizers: None = None, **options: Unpack[Options]) -> M: ...
-    @overload
-    def initialize(self, models: list[M], optimizers: None = None, **options: Unpack[Options]) -> list[M]: ...
-    @overload
-    def initialize(self, models: M, optimizers: list[Opt], **options: Unpack[Options]) -> tuple[M, list[Opt]]: ...
-    @overload
-    def initialize(self, models: M, optimizers: Opt, **options: Unpack[Options]) -> tuple[M, Opt]: ...
-    @overload
-    def initialize(
-        self, models: list[M], optimizers: list[Opt], **options: Unpack[Options]
-    ) -> tuple[list[M], list[Opt]]: ...
-    @overload
-    def initialize(self, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
-
-    @names_arguments
-    def initialize(
-        self,
-        models: nn.Module | list[Any],
-        optimizers: Any = None,
-        enabled: bool = True,
-        opt_level: OptLevel | str = "O1",
-        cast_model_type: torch.dtype | bool | None = None,
-        patch_torch_functions: bool | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | str | None = None,
-        loss_scale: float | str | None = None,
-        cast_model_outputs: torch.dtype | None = None,
-        num_losses: int = 1,
-        verbosity: int = 1,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = 2.0**24,
-        *,
-        patch_torch_functions_type: torch.dtype | None = None,
-        max_consecutive_skips: int | None = None,
-        process_group: Any = None,
-        keep_fp32: Any = None,
-        ops_fp32: Any = None,
-        history: int = DEFAULT_LENGTH,
-        skip_nonfinite: bool = False,
-        init_scale: float | None = None,
-        growth_interval: int | None = None,
-    ) -> Any:
-        """Prepares models and optimizers for mixed precision, in place. Host sync only with process_group or DTensors.
-
-        Example::
-
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-
-        Args:
-            models: a module or a list of modules, fp32, on any device. Frozen parameters may be bf16, or of the level's
-                16-bit type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3)
-                or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and
-                units need a ``MixedPrecisionPolicy``, as ``ampctx.distributed.fully_shard`` gives them.
-            optimizers: an optimizer, a list of optimizers (may be empty), or None.
-            enabled: False returns the arguments unchanged and turns every other call into a no-op.
-            opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
-                "O5" are O1 and O2 in bf16. The level sets the options below. An argument that is not None overrides it.
-            cast_model_type: dtype of the model's weights and inputs. False casts nothing.
-            patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
-            keep_batchnorm_fp32: keep BatchNorm with its statistics in fp32. A bool, or "True" or "False".
-            master_weights: step fp32 copies of the 16-bit weights. "split", at O5: the optimizer's state holds the 16
-                bits that each bf16 weight lacks of fp32, 2 bytes a parameter less. Weights are those of masters, if
-                nothing changes the gradients between backward and step. For ``SplitMasters`` and the optimizers of
-                ampctx that take ``master_weights``, which becomes "split".
-            loss_scale: "dynamic" or a number, also as a string.
-            cast_model_outputs: floating dtype of the model's outputs.
-            num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
-            verbosity: 1: rank 0 prints a line (level, dtype, masters, loss scale), logs skipped steps and warns of
-                mistakes. 2 prints apex's banner instead of the line. 0 is silent.
-            min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
-            patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
-            max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
-                more raises AmpStallError in ``optimizer.step()``; a few steps later if the device skips, for which the
-                host does not wait. None: any number.
-            process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
-                together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
-                Each end of a ``scale_loss`` block, each step on gradients that no block has checked, and this call,
-                which compares levels and scales, is an all_reduce: every rank must take part, with the same
-                ``opt_level`` and ``num_losses``. If one is missing, the others raise AmpRankError after the group's
-                timeout and refuse to step; over NCCL, torch ends the process. None: each rank decides alone, enough
-                with DistributedDataParallel. Ranks of a DTensor mesh always agree, and compare options in this call.
-            keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
-                list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
-                includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
-                rounded to the model's 16-bit type, unless the module itself is in ``models``.
-            ops_fp32: torch functions that compute in fp32 at every level, until ``reset``: names (``"softmax"``,
-                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python. At
-                O1 and O4 the result stays fp32; elsewhere it returns to the widest 16-bit type among the arguments.
-            history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
-            skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
-                False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
-            init_scale, growth_interval: of a dynamic scale, as in ``GradScaler``: where it starts, and after how many
-                clean backwards in a row it doubles. None: 65536, moved into the bounds, and 2000.
-
-        Returns:
-            ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
-
-        Raises:
-            AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
-                DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
-                a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
-            AmpRankError: ranks differ in levels or loss scales; those of a mesh also in other options, these of param
-                groups included, and shapes. After any of these errors nothing has changed.
-        """
-        options = locals()
-        if isinstance(enabled, str):
-            raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
-        if not enabled:
-            policy = resolve("O0", enabled=False, cast_model_type=False)
-            check_process_group(process_group)
-            facts = [*ranks.of_scales([]), ranks.of_level(policy)]
-            ranks.check_initialize(models, optimizers, facts, policy, process_group)  # as other ranks do
-            self.policy, self.verbosity = policy, verbosity
-            return models if optimizers is None else misuse.Initialized((models, optimizers))
-        policy = resolve(opt_level, **{name: options[name] for name in OVERRIDES})
-        setup.refuse_fp16_optimizer(optimizers)
-        optimizer_list = [] if optimizers is None else setup.as_list(optimizers, "optimizer", is_optimizer)
-        model_list = setup.as_list(models, "model", lambda m: isinstance(m, nn.Module))
-        check_process_group(process_group)
-        self._thread.check("initialize", self._casts.enabled)
-        if not self.allow_incoming_model_not_fp32:
-            misuse.refuse_models_under_amp(model_list, self)
-        for model in model_list:
-            reshard_units(model)
-        casting.check_models(model_list, self.allow_incoming_model_not_fp32, policy.input_dtype)
-        setup.check(model_list, optimizer_list, self._bindings, policy)
-        kept = find_kept(model_list, policy.keep_fp32)
-        if policy.input_dtype in LOW_PRECISION:
-            kept = with_tables(kept, model_list)
-        plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
-        sharded = {model: plan for model, plan in plans if plan is not None}
-        if policy.master_weights == "split":
-            setup.check_split(optimizer_list, self._bindings)
-        policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
-        if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-            raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
-        if not isinstance(skip_nonfinite, bool):
-            raise AmpTypeError(f"skip_nonfinite must be True or False, got {type(skip_nonfinite).__name__}")
-        rule: Any = policy.loss_scale, min_loss_scale, max_loss_scale, skip_nonfinite, init_scale, growth_interval
-        scales = [LossScale.from_option(*rule) for _ in range(num_losses)]
-        for scale in scales:
-            scale.process_group = process_group
-        limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
-        length = check_count("history", history, 0)
-        facts = [*ranks.of_scales(scales), ranks.of_level(policy)]
-        ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
-        if verbosity > 0 and is_rank_zero():
-            # On stdout like apex's banner: log scrapers read it there.
-            print("\n".join(banner(opt_level, policy)) if verbosity > 1 else f"ampctx: {summary(policy, scales)}")
-        # Makes all changes, and undoes them all if one fails.
-        bound: dict[Any, OptimizerBinding] = {}
-        names = ParameterNames(model_list)
-        originals: dict[Tensor, Tensor] = {}
-        with ExitStack() as undo:
-            # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
-            undo.callback(setup.put_back, originals)
-            undo.callback(misuse.note_models(model_list, self))
-            originals.update(setup.cast_models(undo, policy, model_list, kept, sharded))
-            if verbosity > 0 and is_rank_zero() and policy.input_dtype in LOW_PRECISION:
-                setup.warn_of_rounded(model_list, originals)
-            if policy.ops_fp32:
-                # Runs at the latest when the session is garbage-collected.
-                undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
-            for optimizer in optimizer_list:
-                if policy.master_weights == "split":
-                    setup.begin_split(undo, optimizer, originals)
-                allows_16bit = self.allow_incoming_model_not_fp32
-                masters = MasterParams(optimizer, policy.keeps_masters, originals, names, self._masters, allows_16bit)
-                steps = StepRecord(limit, length, num_losses, self._log.report, (self._step_hooks, self._skip_hooks))
-                bound[optimizer] = OptimizerBinding(optimizer, masters, scales, self._casts, steps, names, self._events)
-                undo.callback(weak_method(bound[optimizer].release))
-            setup.watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-            for watch in self.watchers if verbosity > 0 else ():  # which only log
-                undo.callback(watch(self._events, list(bound.values()), names, scales, self._log.say))
-            if policy.autocast_dtype is not None:
-                is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
-                autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
-                for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
-                    undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
-                # First, so that the hooks of cast_ops run around these.
-                undo.callback(install_without_casts(kept.entries, autocast))
-                undo.callback(self.cast_ops(autocast))
-            for observe in self.observers:
-                undo.callback(observe(bound))
-            originals.clear()  # from here on, the undo keeps what training has made
-            self._undo.enter_context(undo.pop_all())
-        self._bindings.update(bound)
-        self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
-        return models if optimizers is None else misuse.Initialized((models, optimizers))
-
-    def reset(self) -> None:
-        """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
-
-        Optimizer state stays; hooks of ``on_step`` and ``on_skip`` are removed. The session can be initialized again.
-        Call it in the thread of ``initialize``, to which torch's autocast belongs. AmpError inside a scale_loss block.
-        No host sync.
-        """
-        for binding in self._bindings.values():
-            binding.refuse_state("amp.reset()")
-        self._thread.check("reset", self._casts.enabled)
-        with ExitStack() as stack:
-            # If an undo raises, the others still run, and the session is empty again.
-            hooks = self._step_hooks, self._skip_hooks
-            bound = self._bindings, self._masters, self._deferred
-            for forget in (self._casts.undo, *hooks, *bound, self._log.said):
-                stack.callback(forget.clear)
-            stack.callback(vars(self).update, loss_scales=[], policy=None)
-            stack.callback(self._undo.close)
-            for undo in self._casts.undo.values():
-                stack.callback(undo)
+    initialize, reset, cast_ops = setup.initialize, setup.reset, setup.cast_ops
+    master_state_dict, master_model = export.master_state_dict, export.master_model
+    check_ranks = ranks.check_ranks
+    state_dict, load_state_dict = state.state_dict, state.load_state_dict
+    get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
+    Stateful = named_state.stateful
+    explain = staticmethod(explain.explain)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -720,58 +505,8 @@ class AmpSession:
         hooks[handle.id] = fn
         return handle
 
-    # --- of other modules, which show the session as their first argument ---------------------------------------------
-
-    master_state_dict, master_model = export.master_state_dict, export.master_model
-    check_ranks = ranks.check_ranks
-    state_dict, load_state_dict = state.state_dict, state.load_state_dict
-    get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
-    Stateful = named_state.stateful
-    explain = staticmethod(explain.explain)
-
-    # --- casts -------------------------------------------------------------------------------------------------------
-
-    def cast_ops(self, autocast: Autocast) -> Undo:
-        """Switches on the casts per op, including those of registered functions. Returns the undo, which may be called
-        more than once; ``reset`` calls it, too."""
-        with ExitStack() as stack:
-            stack.callback(autocast.enable())
-            # After enable(), so that the casts of a registered function run first.
-            stack.callback(self._function_casts.install())
-            # Runs at the latest when the session is garbage-collected.
-            undo = finalizer(self, stack.pop_all().close)
-        self._thread.claim_casts()
-        self._casts.add(autocast, undo)
-        return undo
+    # --- casts; ``FunctionCasts`` has those of named functions --------------------------------------------------------
 
     def disable_casts(self) -> AbstractContextManager:
         """Switches off the casts of O1 and O4 inside a ``with`` block. May nest; a no-op at other levels."""
         return self._casts.suspended()
-
-    def half_function(self, fn: Callable) -> Callable:
-        """Decorates ``fn``: at O1 and O4 its floating arguments become the level's 16-bit type."""
-        return self._function_casts.decorate("half", fn)
-
-    bfloat16_function = half_function  # the level decides between fp16 (O1) and bf16 (O4)
-
-    def float_function(self, fn: Callable) -> Callable:
-        """Decorates ``fn``: at O1 and O4 its 16-bit arguments become fp32, and autocast is off inside."""
-        return self._function_casts.decorate("float", fn)
-
-    def promote_function(self, fn: Callable) -> Callable:
-        """Decorates ``fn``: at O1 and O4 its floating arguments become the widest type among them."""
-        return self._function_casts.decorate("promote", fn)
-
-    def register_half_function(self, module: Any, name: str) -> None:
-        """Makes ``module.name`` a ``half_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
-        self._function_casts.register("half", module, name)
-
-    register_bfloat16_function = register_half_function
-
-    def register_float_function(self, module: Any, name: str) -> None:
-        """Makes ``module.name`` a ``float_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
-        self._function_casts.register("float", module, name)
-
-    def register_promote_function(self, module: Any, name: str) -> None:
-        """Makes ``module.name`` a ``promote_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
-        self._function_casts.register("promote", module, name)

@@ -1,4 +1,4 @@
-"""The checks of ``initialize``, and its changes of models. If one part fails, ``initialize`` undoes them all."""
+"""``initialize``: its checks and its changes of models. If one part fails, it undoes them all; so does ``reset``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,39 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from typing_extensions import Unpack
 
-from ampctx._collectives import is_distributed
+from ampctx._collectives import check_process_group, is_distributed, is_rank_zero
+from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
+from ampctx.amp import fully_sharded, misuse, ranks, split
 from ampctx.amp.fully_sharded import Sharded
-from ampctx.amp.options import PrecisionPolicy
+from ampctx.amp.methods import weak_method
+from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
-from ampctx.casts.kept_modules import KeptModules
-from ampctx.casts.model_watch import refuse_replaced
-from ampctx.kernels.reference_steps import split
-from ampctx.kernels.sharding import is_sharded, steps_a_partition
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.casts.arguments import LOW_PRECISION, Undo
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.fp32_ops import install_fp32_ops, op_names
+from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts, with_tables
+from ampctx.casts.model_watch import ParameterNames, refuse_replaced
+from ampctx.kernels.sharding import reshard_units, steps_a_partition
 from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import param_name
-from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
-from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.any_optimizer import with_wrapped
+from ampctx.scaling.loss_scale import LossScale, check_count
+from ampctx.scaling.step_record import DEFAULT_LENGTH, StepRecord
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
-from ampctx.weights.store import EXTRAS, joined
+
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt")  # an optimizer, or what wraps one
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
@@ -222,82 +229,237 @@ def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
     return once
 
 
-# --- master_weights="split": optimizers keep the 16 bits that bf16 weights lack of fp32 -------------------------------
-
-_REMAINDER = EXTRAS["split"]
+# --- initialize ------------------------------------------------------------------------------------------------------
 
 
-def check_split(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -> None:
-    """Raises AmpError if one of these optimizers cannot keep split masters. ``bindings``: those under amp already."""
-    call, stepped = 'master_weights="split"', {id(p) for _, b in bindings.items() for p in b.model_params()}
-    for i, optimizer in enumerate(optimizers):
-        kind = type(optimizer)
-        which = f"{call}: optimizers[{i}] ({kind.__name__})"
-        if isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedMixedPrecisionLamb):
-            if optimizer.master_weights is True or optimizer.write_back != "nearest":
-                option = "master_weights" if optimizer.master_weights is True else "write_back"
-                raise AmpValueError(
-                    f"{which} has {option}={getattr(optimizer, option)!r}, which keeps or rounds weights in another "
-                    "way. Leave that out, or pass master_weights=False to amp.initialize."
-                )
-        elif not isinstance(optimizer, SplitMasters):
-            fix = "Pass an optimizer of ampctx that takes master_weights, SplitMasters with a class of torch.optim"
-            if getattr(torch.optim, kind.__name__, None) is kind:
-                fix = f"Pass ampctx.optimizers.SplitMasters(torch.optim.{kind.__name__}, params, ...)"
-            raise AmpTypeError(
-                f"{which} keeps no split masters. {fix}, or leave master_weights at None: amp then keeps fp32 masters. "
-                "See docs/levels.md."
+@overload
+def initialize(session: Any, models: M, optimizers: None = None, **options: Unpack[Options]) -> M: ...
+@overload
+def initialize(session: Any, models: list[M], optimizers: None = None, **options: Unpack[Options]) -> list[M]: ...
+@overload
+def initialize(session: Any, models: M, optimizers: list[Opt], **options: Unpack[Options]) -> tuple[M, list[Opt]]: ...
+@overload
+def initialize(session: Any, models: M, optimizers: Opt, **options: Unpack[Options]) -> tuple[M, Opt]: ...
+@overload
+def initialize(
+    session: Any, models: list[M], optimizers: list[Opt], **options: Unpack[Options]
+) -> tuple[list[M], list[Opt]]: ...
+@overload
+def initialize(session: Any, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
+
+
+@names_arguments
+def initialize(
+    session: Any,
+    models: nn.Module | list[Any],
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: OptLevel | str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    max_consecutive_skips: int | None = None,
+    process_group: Any = None,
+    keep_fp32: Any = None,
+    ops_fp32: Any = None,
+    history: int = DEFAULT_LENGTH,
+    skip_nonfinite: bool = False,
+    init_scale: float | None = None,
+    growth_interval: int | None = None,
+) -> Any:
+    """Prepares models and optimizers for mixed precision, in place. Host sync only with process_group or DTensors.
+
+    Example::
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+
+    Args:
+        models: a module or a list of modules, fp32, on any device. Frozen parameters may be bf16, or of the level's
+            16-bit type. Wrap models in DistributedDataParallel afterwards. Apply ``fully_shard`` (any level but O3)
+            or tensor parallelism (alone: O0, O1, O4) before. At O2 and O5 fp32 shards are the masters, and
+            units need a ``MixedPrecisionPolicy``, as ``ampctx.distributed.fully_shard`` gives them.
+        optimizers: an optimizer, a list of optimizers (may be empty), or None.
+        enabled: False returns the arguments unchanged and turns every other call into a no-op.
+        opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
+            "O5" are O1 and O2 in bf16. The level sets the options below. An argument that is not None overrides it.
+        cast_model_type: dtype of the model's weights and inputs. False casts nothing.
+        patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
+        keep_batchnorm_fp32: keep BatchNorm with its statistics in fp32. A bool, or "True" or "False".
+        master_weights: step fp32 copies of the 16-bit weights. "split", at O5: the optimizer's state holds the 16
+            bits that each bf16 weight lacks of fp32, 2 bytes a parameter less. Weights are those of masters, if
+            nothing changes the gradients between backward and step. For ``SplitMasters`` and the optimizers of
+            ampctx that take ``master_weights``, which becomes "split".
+        loss_scale: "dynamic" or a number, also as a string.
+        cast_model_outputs: floating dtype of the model's outputs.
+        num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
+        verbosity: 1: rank 0 prints a line (level, dtype, masters, loss scale), logs skipped steps and warns of
+            mistakes. 2 prints apex's banner instead of the line. 0 is silent.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
+        patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
+        max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
+            more raises AmpStallError in ``optimizer.step()``; a few steps later if the device skips, for which the
+            host does not wait. None: any number.
+        process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
+            together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
+            Each end of a ``scale_loss`` block, each step on gradients that no block has checked, and this call,
+            which compares levels and scales, is an all_reduce: every rank must take part, with the same
+            ``opt_level`` and ``num_losses``. If one is missing, the others raise AmpRankError after the group's
+            timeout and refuse to step; over NCCL, torch ends the process. None: each rank decides alone, enough
+            with DistributedDataParallel. Ranks of a DTensor mesh always agree, and compare options in this call.
+        keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
+            list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
+            includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
+            rounded to the model's 16-bit type, unless the module itself is in ``models``.
+        ops_fp32: torch functions that compute in fp32 at every level, until ``reset``: names (``"softmax"``,
+            ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python. At
+            O1 and O4 the result stays fp32; elsewhere it returns to the widest 16-bit type among the arguments.
+        history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
+        skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
+            False, as in apex: such a step writes inf and nan into the weights. A dynamic scale always skips.
+        init_scale, growth_interval: of a dynamic scale, as in ``GradScaler``: where it starts, and after how many
+            clean backwards in a row it doubles. None: 65536, moved into the bounds, and 2000.
+
+    Returns:
+        ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
+
+    Raises:
+        AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
+            DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
+            a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
+        AmpRankError: ranks differ in levels or loss scales; those of a mesh also in other options, these of param
+            groups included, and shapes. After any of these errors nothing has changed.
+    """
+    options = locals()
+    if isinstance(enabled, str):
+        raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
+    if not enabled:
+        policy = resolve("O0", enabled=False, cast_model_type=False)
+        check_process_group(process_group)
+        facts = [*ranks.of_scales([]), ranks.of_level(policy)]
+        ranks.check_initialize(models, optimizers, facts, policy, process_group)  # as other ranks do
+        session.policy, session.verbosity = policy, verbosity
+        return models if optimizers is None else misuse.Initialized((models, optimizers))
+    policy = resolve(opt_level, **{name: options[name] for name in OVERRIDES})
+    refuse_fp16_optimizer(optimizers)
+    optimizer_list = [] if optimizers is None else as_list(optimizers, "optimizer", is_optimizer)
+    model_list = as_list(models, "model", lambda m: isinstance(m, nn.Module))
+    check_process_group(process_group)
+    session._thread.check("initialize", session._casts.enabled)
+    if not session.allow_incoming_model_not_fp32:
+        misuse.refuse_models_under_amp(model_list, session)
+    for model in model_list:
+        reshard_units(model)
+    casting.check_models(model_list, session.allow_incoming_model_not_fp32, policy.input_dtype)
+    check(model_list, optimizer_list, session._bindings, policy)
+    kept = find_kept(model_list, policy.keep_fp32)
+    if policy.input_dtype in LOW_PRECISION:
+        kept = with_tables(kept, model_list)
+    plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
+    sharded = {model: plan for model, plan in plans if plan is not None}
+    if policy.master_weights == "split":
+        split.check(optimizer_list, session._bindings)
+    policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
+    if not isinstance(skip_nonfinite, bool):
+        raise AmpTypeError(f"skip_nonfinite must be True or False, got {type(skip_nonfinite).__name__}")
+    rule: Any = policy.loss_scale, min_loss_scale, max_loss_scale, skip_nonfinite, init_scale, growth_interval
+    scales = [LossScale.from_option(*rule) for _ in range(num_losses)]
+    for scale in scales:
+        scale.process_group = process_group
+    limit = None if (n := max_consecutive_skips) is None else check_count("max_consecutive_skips", n, 1)
+    length = check_count("history", history, 0)
+    facts = [*ranks.of_scales(scales), ranks.of_level(policy)]
+    ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
+    if verbosity > 0 and is_rank_zero():
+        # On stdout like apex's banner: log scrapers read it there.
+        print("\n".join(banner(opt_level, policy)) if verbosity > 1 else f"ampctx: {summary(policy, scales)}")
+    # Makes all changes, and undoes them all if one fails.
+    bound: dict[Any, OptimizerBinding] = {}
+    names = ParameterNames(model_list)
+    originals: dict[Tensor, Tensor] = {}
+    with ExitStack() as undo:
+        # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
+        undo.callback(put_back, originals)
+        undo.callback(misuse.note_models(model_list, session))
+        originals.update(cast_models(undo, policy, model_list, kept, sharded))
+        if verbosity > 0 and is_rank_zero() and policy.input_dtype in LOW_PRECISION:
+            warn_of_rounded(model_list, originals)
+        if policy.ops_fp32:
+            # Runs at the latest when the session is garbage-collected.
+            undo.callback(finalizer(session, install_fp32_ops(policy.ops_fp32)))
+        for optimizer in optimizer_list:
+            if policy.master_weights == "split":
+                split.begin(undo, optimizer, originals)
+            allows_16bit = session.allow_incoming_model_not_fp32
+            masters = MasterParams(optimizer, policy.keeps_masters, originals, names, session._masters, allows_16bit)
+            steps = StepRecord(
+                limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
             )
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if any(map(is_lazy, trained)):
-            raise AmpError(
-                f"{which} has a parameter of a lazy module, which has no values yet. Run one forward before "
-                "amp.initialize."
+            bound[optimizer] = OptimizerBinding(
+                optimizer, masters, scales, session._casts, steps, names, session._events
             )
-        if twice := [p for p in trained if id(p) in stepped]:
-            raise AmpError(
-                f"{call}: a parameter of shape {tuple(twice[0].shape)} is in two optimizers, and only one of them can "
-                "keep the bits that its bf16 weight lacks. Pass each parameter to one optimizer, or use O4."
-            )
-        stepped.update(map(id, trained))
+            undo.callback(weak_method(bound[optimizer].release))
+        watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
+        for watch in session.watchers if verbosity > 0 else ():  # which only log
+            undo.callback(watch(session._events, list(bound.values()), names, scales, session._log.say))
+        if policy.autocast_dtype is not None:
+            is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
+            autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
+            for module in kept.entries if session.allow_incoming_model_not_fp32 else ():
+                undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
+            # First, so that the hooks of cast_ops run around these.
+            undo.callback(install_without_casts(kept.entries, autocast))
+            undo.callback(session.cast_ops(autocast))
+        for observe in session.observers:
+            undo.callback(observe(bound))
+        originals.clear()  # from here on, the undo keeps what training has made
+        session._undo.enter_context(undo.pop_all())
+    session._bindings.update(bound)
+    session.policy, session.loss_scales, session.verbosity = policy, scales, verbosity
+    return models if optimizers is None else misuse.Initialized((models, optimizers))
 
 
-@torch.no_grad()
-def begin_split(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
-    """Splits the weights before the cast into bf16 weights and state of the optimizer. Host sync with ``offload``."""
-    fused = isinstance(optimizer, FusedOptimizer)
-    undo.callback(_end_split, weakref.ref(optimizer), optimizer.master_weights if fused else None)
-    if fused:
-        optimizer.master_weights = "split"
-    on_host = fused and optimizer.offload is not None
-    for p in [p for p in _bf16_params(optimizer) if p in originals]:
-        optimizer.state.get(p, {}).pop(_REMAINDER, None)  # of an earlier cast
-        if is_distributed():
-            continue  # as other masters: a broadcast makes only the models of the ranks equal
-        high, low = split(originals[p].float())
-        rest = torch.empty_like(p, dtype=torch.int16, device="cpu" if on_host else None, requires_grad=False)
-        optimizer.state[p][_REMAINDER] = rest.copy_(low)
-        p.copy_(high)  # differs from the cast half way between two bf16 numbers
+def reset(session: Any) -> None:
+    """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
+
+    Optimizer state stays; hooks of ``on_step`` and ``on_skip`` are removed. The session can be initialized again.
+    Call it in the thread of ``initialize``, to which torch's autocast belongs. AmpError inside a scale_loss block.
+    No host sync.
+    """
+    for binding in session._bindings.values():
+        binding.refuse_state("amp.reset()")
+    session._thread.check("reset", session._casts.enabled)
+    with ExitStack() as stack:
+        # If an undo raises, the others still run, and the session is empty again.
+        hooks = session._step_hooks, session._skip_hooks
+        bound = session._bindings, session._masters, session._deferred
+        for forget in (session._casts.undo, *hooks, *bound, session._log.said):
+            stack.callback(forget.clear)
+        stack.callback(vars(session).update, loss_scales=[], policy=None)
+        stack.callback(session._undo.close)
+        for undo in session._casts.undo.values():
+            stack.callback(undo)
 
 
-@torch.no_grad()
-def _end_split(reference: weakref.ref[Any], former: Any) -> None:
-    """Makes the weights fp32 again, with every bit."""
-    if (optimizer := reference()) is None:
-        return
-    optimizer.masters_follow_model()
-    for p in _bf16_params(optimizer):
-        state = optimizer.state.get(p, {})
-        if (exact := joined(p, state)) is not None:
-            p.data = exact.to(p.device)
-        casting.set_dtype(p, torch.float32)
-        if state.pop(_REMAINDER, None) is not None and not state:
-            del optimizer.state[p]
-    if isinstance(optimizer, FusedOptimizer):
-        optimizer.master_weights = former
-
-
-def _bf16_params(optimizer: Any) -> list[Tensor]:
-    """bf16 parameters that train, except DTensors, which amp cannot cast."""
-    members = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in members if p.dtype == torch.bfloat16 and p.requires_grad and not is_sharded(p)]
+def cast_ops(session: Any, autocast: Autocast) -> Undo:
+    """Switches on the casts per op, including those of registered functions. Returns the undo, which may be called
+    more than once; ``reset`` calls it, too."""
+    with ExitStack() as stack:
+        stack.callback(autocast.enable())
+        # After enable(), so that the casts of a registered function run first.
+        stack.callback(session.cast_registered())
+        # Runs at the latest when the session is garbage-collected.
+        undo = finalizer(session, stack.pop_all().close)
+    session._thread.claim_casts()
+    session._casts.add(autocast, undo)
+    return undo

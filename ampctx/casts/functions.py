@@ -116,20 +116,20 @@ class FunctionCasts:
         self._queue: list[tuple[Rule, Any, str]] = []
         self._installed = Shared()
 
-    def decorate(self, kind: Rule, fn: Any) -> Any:
+    def _decorate(self, kind: Rule, fn: Any) -> Any:
         """Wraps ``fn`` with casts: a function, builtin, method, ``Function.apply`` or torch.ops packet.
 
         Raises:
             AmpTypeError: ``fn`` is not callable.
         """
         if isinstance(fn, (staticmethod, classmethod)):
-            return type(fn)(self.decorate(kind, fn.__func__))
+            return type(fn)(self._decorate(kind, fn.__func__))
         if not callable(fn):
             raise AmpTypeError(f"{kind}_function: fn must be callable, got {type(fn).__name__}")
         return cast_function(fn, self._active, functools.partial(call_cast, kind))
 
-    def register(self, kind: Rule, module: Any, name: str) -> None:
-        """Queues ``module.name`` for every later ``install``. ``module`` is a module, class or object.
+    def _register(self, kind: Rule, module: Any, name: str) -> None:
+        """Queues ``module.name`` for every later ``cast_registered``. ``module`` is a module, class or object.
 
         Raises:
             AmpValueError: ``module`` has no such function.
@@ -139,10 +139,38 @@ class FunctionCasts:
         if not any((k, n) == (kind, name) and m is module for k, m, n in self._queue):
             self._queue.append((kind, module, name))
 
-    def install(self) -> Undo:
+    def cast_registered(self) -> Undo:
         """Replaces the queued functions that are not replaced yet, in order. The undo restores the originals."""
         with ExitStack() as stack:
             for kind, module, name in self._queue:
-                replace = functools.partial(replace_function, module, name, functools.partial(self.decorate, kind))
+                replace = functools.partial(replace_function, module, name, functools.partial(self._decorate, kind))
                 stack.callback(self._installed.acquire((kind, id(module), name), replace))
             return stack.pop_all().close
+
+    def half_function(self, fn: Callable) -> Callable:
+        """Decorates ``fn``: at O1 and O4 its floating arguments become the level's 16-bit type."""
+        return self._decorate("half", fn)
+
+    bfloat16_function = half_function  # the level decides between fp16 (O1) and bf16 (O4)
+
+    def float_function(self, fn: Callable) -> Callable:
+        """Decorates ``fn``: at O1 and O4 its 16-bit arguments become fp32, and autocast is off inside."""
+        return self._decorate("float", fn)
+
+    def promote_function(self, fn: Callable) -> Callable:
+        """Decorates ``fn``: at O1 and O4 its floating arguments become the widest type among them."""
+        return self._decorate("promote", fn)
+
+    def register_half_function(self, module: Any, name: str) -> None:
+        """Makes ``module.name`` a ``half_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
+        self._register("half", module, name)
+
+    register_bfloat16_function = register_half_function
+
+    def register_float_function(self, module: Any, name: str) -> None:
+        """Makes ``module.name`` a ``float_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
+        self._register("float", module, name)
+
+    def register_promote_function(self, module: Any, name: str) -> None:
+        """Makes ``module.name`` a ``promote_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
+        self._register("promote", module, name)

@@ -29,6 +29,10 @@ def casts(switch):
     return FunctionCasts(lambda: switch.dtype)
 
 
+def casting(casts, kind):
+    return getattr(casts, f"{kind}_function")
+
+
 def t(dtype=FLOAT, n=2):
     return torch.ones(n, dtype=dtype)
 
@@ -61,7 +65,7 @@ MIXTURES = {
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_each_kind_casts(casts, switch, kind, name):
     given, expected = MIXTURES[name]
-    fn = casts.decorate(kind, seen)
+    fn = casting(casts, kind)(seen)
     args = tuple(t(d) for d in given)
     assert fn(*args)[0] == args  # inactive: the same objects
     switch.dtype = HALF
@@ -72,7 +76,7 @@ def test_what_each_kind_casts(casts, switch, kind, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested_and_keyword_arguments(casts, switch, kind):
-    fn = casts.decorate(kind, seen)
+    fn = casting(casts, kind)(seen)
     switch.dtype = HALF
     ints = torch.arange(2)
     args, kwargs = fn([t(), (t(HALF), "text")], ints, None, 3, named={"x": t(HALF), "n": 1}, flag=True)
@@ -92,13 +96,13 @@ def test_containers_keep_their_type_and_other_objects_are_left_alone(casts, swit
     class Model:
         weight: torch.Tensor
 
-        @lambda f: casts.decorate("half", f)
+        @casts.half_function
         def seen(self, *args):
             return self, args
 
     switch.dtype = HALF
     batch, model = Batch(x=t()), Model(t())
-    (result,), _ = casts.decorate("half", seen)(batch)
+    (result,), _ = casts.half_function(seen)(batch)
     assert (type(result), result["x"].dtype, batch["x"].dtype) == (Batch, HALF, FLOAT)
     self, (other, deque) = model.seen(model, collections.deque([t()]))
     assert self is other is model
@@ -110,13 +114,13 @@ def test_torch_autocast_is_off_inside_float_functions_alone(casts, kind):
     autocast = Autocast([], HALF)
     undo = autocast.enable()
     try:
-        fn = FunctionCasts(lambda: HALF if autocast.active else None).decorate(kind, lambda a, b: (a @ b, a.exp()))
+        fn = casting(FunctionCasts(lambda: HALF if autocast.active else None), kind)(lambda a, b: (a @ b, a.exp()))
         product, power = fn(torch.eye(2), torch.eye(2))
         assert product.dtype == (FLOAT if kind == "float" else HALF)
         assert power.dtype == FLOAT
         assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
         with pytest.raises(ZeroDivisionError):
-            FunctionCasts(lambda: HALF).decorate(kind, lambda: 1 / 0)()
+            casting(FunctionCasts(lambda: HALF), kind)(lambda: 1 / 0)()
         assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
         with autocast.suspended():
             assert fn(torch.eye(2), torch.eye(2))[0].dtype == FLOAT
@@ -147,7 +151,7 @@ class Double(torch.autograd.Function):
         return grad * 2
 
 
-at_import = functools.partial(FunctionCasts(lambda: HALF).decorate, "half")
+at_import = FunctionCasts(lambda: HALF).half_function
 
 
 @at_import
@@ -197,7 +201,7 @@ def test_callables_of_every_sort(casts, switch, name, kind):
     fn, arguments = CALLABLES[name]
     if name == "bound" and kind != "float":
         fn = nn.Bilinear(2, 2, 2, bias=False).half().forward
-    wrapped = casts.decorate(kind, fn)
+    wrapped = casting(casts, kind)(fn)
     switch.dtype = HALF
     given = FLOAT if kind == "half" else HALF
     x = torch.ones(2, 2, dtype=given, requires_grad=True)
@@ -210,7 +214,7 @@ def test_callables_of_every_sort(casts, switch, name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_called_is_refused(casts, kind):
     with pytest.raises(AmpTypeError, match=f"{kind}_function: fn must be callable, got int"):
-        casts.decorate(kind, 3)
+        casting(casts, kind)(3)
 
 
 # --- register and install ---------------------------------------------------------------------------------------------
@@ -226,9 +230,9 @@ def library():
 
 
 def test_registered_functions_cast_while_installed(casts, switch, library):
-    casts.register("half", library, "f")
+    casts.register_half_function(library, "f")
     assert library.f is seen
-    undo = casts.install()
+    undo = casts.cast_registered()
     x = t()
     assert library.f(x)[0][0] is x
     switch.dtype = HALF
@@ -236,7 +240,7 @@ def test_registered_functions_cast_while_installed(casts, switch, library):
     undo()
     assert library.f is seen
     # The queue stays for a later initialize.
-    undo = casts.install()
+    undo = casts.cast_registered()
     assert library.f(x)[0][0].dtype == HALF
     undo()
     assert library.f is seen
@@ -245,21 +249,21 @@ def test_registered_functions_cast_while_installed(casts, switch, library):
 @pytest.mark.parametrize("name", ["missing", "constant"])
 def test_what_is_no_function_is_refused(casts, library, name):
     with pytest.raises(AmpValueError, match=rf"^No function named {name} in module <module 'library'>"):
-        casts.register("float", library, name)
-    casts.install()()
+        casts.register_float_function(library, name)
+    casts.cast_registered()()
 
 
 def test_registering_twice_and_installing_twice_wraps_once(casts, switch, library):
-    casts.register("half", library, "f")
-    casts.register("half", library, "f")
-    first = casts.install()
+    casts.register_half_function(library, "f")
+    casts.register_half_function(library, "f")
+    first = casts.cast_registered()
     wrapped = library.f
-    second = casts.install()
+    second = casts.cast_registered()
     assert library.f is wrapped
     assert wrapped.__wrapped__ is seen
     library.g = seen
-    casts.register("half", library, "g")
-    third = casts.install()
+    casts.register_half_function(library, "g")
+    third = casts.cast_registered()
     assert library.g is not seen
     for undo in (third, second, first):
         undo()
@@ -267,9 +271,9 @@ def test_registering_twice_and_installing_twice_wraps_once(casts, switch, librar
 
 
 def test_kinds_apply_in_the_order_of_registration(casts, switch, library):
-    casts.register("half", library, "f")
-    casts.register("float", library, "f")
-    undo = casts.install()
+    casts.register_half_function(library, "f")
+    casts.register_float_function(library, "f")
+    undo = casts.cast_registered()
     switch.dtype = HALF
     # float was put around half, so half has the last word.
     assert library.f(t(DOUBLE))[0][0].dtype == HALF
@@ -299,8 +303,8 @@ class Derived(Base):
 @pytest.mark.parametrize("name", ["method", "static", "of_class"])
 def test_attributes_of_classes(casts, switch, owner, name):
     before = dict(vars(owner))
-    casts.register("half", owner, name)
-    undo = casts.install()
+    casts.register_half_function(owner, name)
+    undo = casts.cast_registered()
     switch.dtype = HALF
     assert getattr(owner(), name)(t()) == HALF
     if name != "method":
@@ -312,8 +316,8 @@ def test_attributes_of_classes(casts, switch, owner, name):
 
 def test_objects(casts, switch):
     model = nn.Linear(2, 2).half()
-    casts.register("half", model, "forward")
-    undo = casts.install()
+    casts.register_half_function(model, "forward")
+    undo = casts.cast_registered()
     switch.dtype = HALF
     assert model(torch.ones(1, 2)).dtype == HALF
     undo()
@@ -329,10 +333,10 @@ def test_a_failing_install_puts_everything_back(casts, library):
         def method(self):
             pass
 
-    casts.register("half", library, "f")
-    casts.register("half", Closed, "method")
+    casts.register_half_function(library, "f")
+    casts.register_half_function(Closed, "method")
     with pytest.raises(AttributeError, match="read-only"):
-        casts.install()
+        casts.cast_registered()
     assert library.f is seen
 
 
@@ -341,8 +345,8 @@ def test_two_sessions_undone_in_any_order(library):
     undo = {}
     for name in dtypes:
         casts = FunctionCasts(functools.partial(dtypes.get, name))
-        casts.register("half", library, "f")
-        undo[name] = casts.install()
+        casts.register_half_function(library, "f")
+        undo[name] = casts.cast_registered()
     dtypes["first"] = HALF
     undo["first"]()
     dtypes |= {"first": None, "second": HALF}
