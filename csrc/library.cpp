@@ -456,7 +456,7 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"marks", python::marks, METH_O, nullptr},
                            {"advanced", python::advanced, METH_O, nullptr},
                            {"have_no_grads", python::have_no_grads, METH_O, nullptr},
-                           {"have_members", python::have_members, METH_VARARGS, nullptr},
+                           {"as_before", python::as_before, METH_VARARGS, nullptr},
                            {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

@@ -89,11 +89,18 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
   return PyTuple_Pack(3, grads.get(), parts.get(), layouts.get());
 }
 
-// have_members(groups, members): whether the param groups hold these lists of parameters.
-inline PyObject* have_members(PyObject*, PyObject* given) {
-  PyObject *groups, *members;
-  if (!PyArg_ParseTuple(given, "OO", &groups, &members)) return nullptr;
-  return PyBool_FromLong(same_members(groups, members));
+// as_before(groups, members, params, former): whether the param groups hold these lists of parameters, and the params
+// have no gradient and, unless `former` is None, these marks. None where a tensor is not plain.
+inline PyObject* as_before(PyObject* self, PyObject* given) {
+  PyObject *groups, *members, *params, *former;
+  if (!PyArg_ParseTuple(given, "OOOO", &groups, &members, &params, &former)) return nullptr;
+  if (!same_members(groups, members)) return Py_NewRef(Py_False);
+  PyObject* const idle = PyList_Size(params) == 0 ? Py_NewRef(Py_True) : have_no_grads(self, params);
+  if (idle != Py_True || former == Py_None) return idle;
+  const Reference now(marks(self, params));
+  Py_DecRef(idle);
+  if (!now || now.get() == Py_None) return now ? Py_NewRef(Py_None) : nullptr;
+  return PyObject_RichCompare(now.get(), former, Py_EQ);
 }
 
 // advanced(marks): those of tensors whose versions have gone up by one each.

@@ -358,7 +358,7 @@ FAULTS = [
     ),
     Fault(
         "a save drops the gradients that wait", "ampctx",
-        "values = masters.values()\n", "values = masters.values()\n        masters.drop_master_grads()\n",
+        "values = masters.values()\n", "values = masters.values()\n        masters.drop_grads()\n",
         f"{ROWS}plain_checkpoints.py",
     ),
     Fault(

@@ -18,6 +18,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +36,7 @@ from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import Undo
 from ampctx.casts.forward_errors import note_casts_off
 from ampctx.casts.functions import FunctionCasts
-from ampctx.casts.switch import CastSwitch
+from ampctx.casts.switch import AS_IT_IS, CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
@@ -43,6 +45,7 @@ from ampctx.scaling.step_record import History, StepHistory, StepOutcome
 from ampctx.weights.masters import LOADED, MasterParams
 
 _round_again = outside_of_graphs(MasterParams.round_again)
+_FRAMES, _GROUPS = attrgetter("gradients.frames"), attrgetter("masters.groups")
 
 
 @dataclass(eq=False)
@@ -205,12 +208,13 @@ class AmpSession(FunctionCasts):
             raise AmpTypeError(f"scale_loss: loss must be a tensor, got {type(loss).__name__}")
         if loss.is_complex():
             raise AmpTypeError(f"scale_loss: loss is {loss.dtype}, expected a floating type: backward needs a real one")
-        block = self._block(loss, optimizers, check_loss_id(loss_id), delay_unscale, delay_overflow_check)
+        loss_id = loss_id if type(loss_id) is int else check_loss_id(loss_id)
+        block = self._block(loss, optimizers, loss_id, delay_unscale, delay_overflow_check)
         if self._lacks_masters:
             state.tell_of_lost_masters(self, may_wait=False)
         try:
             self._enter(block)
-            with self._casts.suspended():
+            with self._casts.suspended() if self._casts.undo else AS_IT_IS:
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
                     # A call, so that a pending interrupt is raised here. After the yield the ``with`` statement has
@@ -269,14 +273,14 @@ class AmpSession(FunctionCasts):
     @without_grad
     def _enter(self, block: Block) -> None:
         """Prepares the backward of a block in this thread."""
-        self._thread.enter_block(self._casts.enabled)
+        self._thread.enter_block(bool(self._casts.undo) and self._casts.enabled)
         # Both now: a nested block may change the scale before this one ends.
-        fresh = not any(binding.gradients.frames for binding in block.bindings)
+        fresh = not any(map(_FRAMES, block.bindings))
         block.factor, block.inv_scale, block.found_inf = block.scale.factors(block.device, fresh)
         idle: list[OptimizerBinding] = []
         if len(self._bindings) > len(block.bindings):
             idle = [b for b in self._bindings.values() if b not in block.bindings and not b.gradients.frames]
-        block.others = [b for b in idle if b.masters.pairs]
+            block.others = [b for b in idle if b.masters.pairs]
         for other in block.others:
             other.refresh()  # else they would treat the block's scaled gradients as plain ones
         for binding in block.bindings:
@@ -284,8 +288,9 @@ class AmpSession(FunctionCasts):
             binding.enter(block.factor, block.inv_scale)
         if len(LOADED):
             LOADED.clear()
-        for b in idle if not block.scale.is_identity else ():
-            block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
+        for b in idle:
+            if not block.scale.is_identity:
+                block.notes.append(b.left_grads.watch(b.masters.params_without_master, bool(b.masters.pairs)))
 
     @outside_of_graphs
     @without_grad
@@ -294,8 +299,9 @@ class AmpSession(FunctionCasts):
         bindings, scale, found_inf = block.bindings, block.scale, block.found_inf
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.factor
-            binding.follow_groups()  # parameters that joined or were unfrozen in the block got gradients in it
-        nested = any(len(binding.gradients.frames) > 1 for binding in bindings)
+            if not binding.masters.is_current():
+                binding.follow_groups()  # parameters that joined or were unfrozen in the block got gradients in it
+        nested = max(map(len, map(_FRAMES, bindings)), default=0) > 1
         block.ending = True
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             for binding in reversed(bindings):
@@ -334,7 +340,7 @@ class AmpSession(FunctionCasts):
             if not delay:
                 scale.count_clean(found_inf.device)
             return
-        groups = [group for binding in bindings for group in binding.masters.groups]
+        groups = list(chain.from_iterable(map(_GROUPS, bindings)))
         if groups or scale.process_group is not None:
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:

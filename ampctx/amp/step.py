@@ -25,7 +25,7 @@ from ampctx.amp.events import Events, tell
 from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
 from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.casts.switch import CastSwitch
+from ampctx.casts.switch import AS_IT_IS, CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import is_sharded, values_of
@@ -33,12 +33,14 @@ from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, Known, StepRecord, overflowed
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
 from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
+
+_NOTHING = Step()
 
 
 class FoundInfFlags:
@@ -124,7 +126,7 @@ class OptimizerBinding:
         self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
-        self.given = Step()
+        self.given = _NOTHING
         # Of other optimizers, each step asks.
         self._is_by_device = masters.takes_step and skips_by_itself(optimizer)
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
@@ -196,11 +198,12 @@ class OptimizerBinding:
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
         # What somebody has written the step and the next forward see.
-        self.follow_groups()
-        if self.masters.unsure or self.masters.ahead:
-            self._catch_up(weights_final=True, gradients=False)
-        if is_idle and self.gradients.may_have_outside_grads():
-            self._collect()
+        if not (is_idle and self.masters.is_as_before(weights=False)):
+            self.follow_groups()
+            if self.masters.unsure or self.masters.ahead:
+                self._catch_up(weights_final=True, gradients=False)
+            if is_idle and self.gradients.may_have_outside_grads():
+                self._collect()
         self.left_grads.block_begins(self.masters.params_without_master, is_idle)
         if self.gradients.plan is None:
             self.masters.check()
@@ -277,7 +280,8 @@ class OptimizerBinding:
     def ready(self, before_closure: bool = False) -> None:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
         no block has checked: with or without these, because ranks may differ in that."""
-        self._catch_up(weights_final=True, before_step=True)
+        if self.gradients.frames or not self.masters.is_as_before(weights=True):
+            self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
         if self.events.written and (names := self.masters.written_through_data()):
@@ -327,7 +331,7 @@ class OptimizerBinding:
             return original(*args, **kwargs)
         if CHECKPOINT in sys.modules and not self.optimizer.state and called_by():
             # With masters, ``_state_dict`` refuses what follows, and no state must stay.
-            return None if self.masters.pairs else self.call_own(original, *args, **kwargs)
+            return None if self.masters.pairs else self.run(original, *args, **kwargs)
         if self.gradients.frames or self.gradients.incomplete:
             self.refuse("optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
@@ -354,28 +358,22 @@ class OptimizerBinding:
             self.flags.give_back()
             raise
 
-    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the optimizer's own code with casts off."""
-        before, self.inside = self.inside, True
-        try:
-            if not self.casts.undo:
-                return original(*args, **kwargs)
-            with self.casts.suspended():
-                return original(*args, **kwargs)
-        finally:
-            self.inside = before
-
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters."""
-        self.masters.begin()
+        """Runs the optimizer's own code with casts off. Afterwards, also after an exception, model weights are the
+        rounded masters."""
+        before, masters = self.inside, self.masters
+        masters.begin()
+        self.inside = True
         try:
-            result = self.call_own(original, *args, **kwargs)
-            if self.masters.ahead:
-                self.masters.copy_to_model()
+            with self.casts.suspended() if self.casts.undo else AS_IT_IS:
+                result = original(*args, **kwargs)
+            self.inside = before
+            if masters.ahead:
+                masters.copy_to_model()
             return result
         except BaseException:
-            self.inside = False  # an interrupt may have ended ``call_own`` before its end
-            self.masters.copy_to_model()
+            self.inside = before
+            masters.copy_to_model()
             raise
 
     def device_decides(self, before_backward: bool = False) -> bool:
@@ -386,45 +384,50 @@ class OptimizerBinding:
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
         optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
-        of_others = vars(optimizer).get("found_inf")
+        own = vars(optimizer)
+        former = own.get("found_inf")
         try:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
-            self.offer(of_others)
+            self.offer(former)
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
-            positional = (evaluate, *args) if evaluate or args else ()
-            result = self.run(original, *positional, **kwargs)
-            checked, later = self.gradients.checked, self._culprits_later
+            result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
+            step, checked, later = self.given, self.gradients.checked, self._culprits_later
+            scales, flags.scales_used = flags.scales_used, {}
             outcome = self.steps.left_to_device(
                 flags.by_loss,
-                self._known(self.given.pending),
-                self.given.found_inf.value if self.given.found_inf else vars(optimizer).get("found_inf"),
+                scales,
+                self._grad_norm(step.pending),
+                step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
                 self._culprits,
                 lambda is_current: later(is_current, checked),
-                external=of_others is not None,
-                counts=self.given.counts,
+                external=former is not None,
+                counts=step.counts,
             )
-            self.gradients.drop_master_grads()
-            self._take_back(of_others)
+            self.drop_master_grads()
             flags.clear()
             self.gradients.stepped = True
-        except BaseException:
-            self._take_back(of_others)  # again, after an interrupt: a flag that stays would skip all steps
-            raise
+        finally:
+            # Also after an exception: a flag that stays would skip all steps.
+            self.given = _NOTHING
+            if not takes:
+                own.pop("found_inf", None)
+                if former is not None:
+                    own["found_inf"] = former
         self.steps.conclude(optimizer, outcome)
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
         """Sets ``given``, or ``found_inf`` of the optimizer. Joins the flag with one that is there already."""
-        optimizer, masters, flag = self._optimizer(), self.masters, None
-        for _, raised in self.flags.by_loss.values():
+        optimizer, masters, by_loss, flag = self._optimizer(), self.masters, self.flags.by_loss, None
+        for _, raised in by_loss.values():
             flag = raised if flag is None else torch.maximum(flag, move(raised, flag.device))
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
             given = found_inf if isinstance(found_inf, Tensor) else torch.tensor(found_inf, device="cpu")
             given = given.detach().reshape(()).ne(0).float()
             flag = given if flag is None else torch.maximum(flag, move(given, flag.device))
         if masters.takes_step:
-            counts = self.steps.counts_for(flag, self.flags.by_loss)
+            counts = self.steps.counts_for(flag, by_loss)
             found = None if flag is None else PerDevice(flag)
             self.given = Step(found, masters.model_of, masters.place.pending, counts, masters.advance)
             return
@@ -433,33 +436,32 @@ class OptimizerBinding:
         if flag is not None:
             optimizer.found_inf = flag
 
-    def _take_back(self, found_inf: Any) -> None:
-        self.given, own = Step(), vars(self._optimizer())
-        if "found_inf" in own:
-            del own["found_inf"]
-        if found_inf is not None:
-            own["found_inf"] = found_inf
-
     def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         culprits = self._culprits() if losses else ()
-        known = self._known(self.gradients.pending if losses else None)
-        self.gradients.drop_master_grads()
+        norm = self._grad_norm(self.gradients.pending if losses else None)
+        self.drop_master_grads()
         self.gradients.stepped = True
-        self.flags.taken = None
-        self.steps.decided(self.optimizer, losses, known, culprits)
+        scales, self.flags.scales_used = self.flags.scales_used, {}
+        self.flags.clear()
+        self.steps.decided(self.optimizer, losses, scales, norm, culprits)
 
-    def _known(self, pending: Pending | None) -> Known:
-        """Scales, and the norm before clipping if a clip computed it. No host sync."""
+    def drop_master_grads(self) -> None:
+        """Drops the gradients of the masters, which the step has used or skipped."""
+        self.gradients.checked = None
+        self.masters.drop_grads()
+
+    def _grad_norm(self, pending: Pending | None) -> Tensor | None:
+        """The norm before clipping, if a clip or a check has computed it. No host sync."""
         without_master = self.masters.params_without_master
         if pending is None:
-            norm = norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
-        elif pending.clipped_from is not None:
-            norm = pending.clipped_from
-        else:
-            norm = None if any(p.grad is not None for p in without_master) else pending.norm()
-        scales, self.flags.scales_used = self.flags.scales_used, {}
-        return Known(scales, norm)
+            return norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
+        if pending.clipped_from is not None:
+            return pending.clipped_from
+        for p in without_master:
+            if stored_grad(p) is not None:
+                return None  # the check has not read these
+        return pending.norm()
 
     def _culprits(self) -> Culprits:
         pending = self.gradients.pending

@@ -9,6 +9,9 @@ import torch
 from ampctx.casts.arguments import Undo
 from ampctx.casts.autocast import Autocast
 
+# For ``with``, where there are no casts.
+AS_IT_IS = nullcontext()
+
 
 class CastSwitch:
     """One session's ``Autocast`` objects since the last reset, each with its undo. The latest one counts."""
@@ -39,8 +42,8 @@ class CastSwitch:
 
     def suspended(self) -> AbstractContextManager:
         """A context without casts. May nest."""
-        return nullcontext() if (autocast := self.current) is None else autocast.suspended()
+        return AS_IT_IS if (autocast := self.current) is None else autocast.suspended()
 
     def resumed(self) -> AbstractContextManager:
         """Within ``suspended``: a context with casts again."""
-        return nullcontext() if (autocast := self.current) is None else autocast.resumed()
+        return AS_IT_IS if (autocast := self.current) is None else autocast.resumed()

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import ExtensionError
-from ampctx._plan import PLANS
 from ampctx.kernels.cuda_support import driver_version, why_not
 from ampctx.kernels.tensor_loops import increment_version
 
@@ -67,8 +66,8 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # The library where it makes plans; else None.
-    plans: Any = None
+    # The library where it reads tensors as Python objects, for plans and questions about many tensors; else None.
+    library: Any = None
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -157,9 +156,9 @@ def _open(path: Path) -> Any:
     return library
 
 
-def _makes_plans(library: Any) -> bool:
+def _reads_python(library: Any) -> bool:
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if not PLANS or exchange is None:
+    if exchange is None:
         return False
     # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
     version: Any = Tensor._version
@@ -211,7 +210,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register(library, "cpu", namespace)
         build = json.loads(library.build_info())
-        found = Extension(True, ("cpu",), build, "", library if _makes_plans(library) else None)
+        found = Extension(True, ("cpu",), build, "", library if _reads_python(library) else None)
     except ExtensionError as error:
         if required:
             raise

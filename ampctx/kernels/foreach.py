@@ -78,6 +78,8 @@ class FoundInf:
 
     def joined(self, device: torch.device) -> Tensor:
         """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
+        if len(self.per_device) == 1 and device in self.per_device:
+            return self.per_device[device]
         return join_flags(self.per_device.values(), device)
 
 

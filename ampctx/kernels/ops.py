@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from ampctx.kernels import tensor_loops
+from ampctx._plan import PLANS
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
 
@@ -72,7 +73,7 @@ _calls = _Calls()
 @contextmanager
 def noted() -> Iterator[list[OpCall]]:
     """Notes the calls of ops in this thread, for plans."""
-    if extension.plans is None or torch.compiler.is_compiling():  # no plan is made there
+    if not PLANS or extension.library is None or torch.compiler.is_compiling():  # no plan is made there
         yield []
         return
     former, _calls.noted = _calls.noted, []
@@ -85,9 +86,9 @@ def noted() -> Iterator[list[OpCall]]:
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     """Whether they are plain contiguous tensors, of one device and for each list of one dtype, and agree in size. False
     where that is not known."""
-    if extension.plans is None or is_watched() or not lists[0]:
+    if extension.library is None or is_watched() or not lists[0]:
         return False
-    return extension.serves(lists[0][0].device.type) and bool(extension.plans.are_uniform(lists))
+    return extension.serves(lists[0][0].device.type) and bool(extension.library.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:
@@ -112,7 +113,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                tensor_loops.bump_versions(tensors)
+                increment_version(list(tensors))
 
 
 class ScaleUpdate(NamedTuple):

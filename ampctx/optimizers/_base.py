@@ -373,17 +373,22 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         loss = None if closure is None else _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
-        scaling = _work.given_to(self, given() if callable(given) else given)
+        step = given() if callable(given) else given
+        if step is None or self._grad_factor != 1.0 or getattr(self, "grad_scale", None) is not None:
+            step = _work.given_to(self, step)
         # Every check first, so that an error leaves everything as it was.
         if self._plan is None or not self._plan.knows(self):
             self._check_between_steps()
         if self._guard is not None:
-            flag = None if scaling.found_inf is None else scaling.found_inf.value
-            scaling = scaling._replace(found_inf=PerDevice(self._guard.check(self, flag)))
+            flag = None if step.found_inf is None else step.found_inf.value
+            step = step._replace(found_inf=PerDevice(self._guard.check(self, flag)))
         if self._offload is not None:
-            self._offload.step(self, scaling)
+            self._offload.step(self, step)
         else:
-            self._apply(scaling)
+            if self.master_weights is True and self._data_writes.is_due() and not is_watched():
+                self._tell_of_data_writes()
+            if self._plan is None or not self._plan.run(self, step):
+                self._apply(step)
         if self._guard is not None:
             self._guard.concluded(self)
         return loss
@@ -399,12 +404,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             self._plan = None
 
     def _apply(self, scaling: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
-        """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
-        if self.master_weights is True and self._data_writes.is_due() and not is_watched():
-            self._tell_of_data_writes()
+        """Steps all parameters that have a gradient, by op calls made anew, and makes the plan of the next step.
+        ``after`` gets the parameters of each op call after it; then there is no plan."""
         if self._plan is not None:
-            if after is None and self._plan.run(self, scaling):
-                return
             self._seen.update(self._plan.seen())
             self._plan = None
         plan = None
@@ -580,7 +582,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.pending is not None:
-            inv_scale = product(scaling.pending.inv_scale, inv_scale)
+            of_pending = scaling.pending.inv_scale
+            inv_scale = of_pending if inv_scale == 1.0 else product(of_pending, inv_scale)
         found_inf, lr = scaling.found_inf, group["lr"]
         clip: dict[str, Any] = {}
         if isinstance(inv_scale, Clipped):

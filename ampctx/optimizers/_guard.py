@@ -101,7 +101,7 @@ class Guard:
 
         flags = {0: (self._scale, is_bad)}
         now = partial(step_record.culprits_of, optimizer)
-        outcome = self.record.left_to_device(flags, step_record.Known({}, norm), skips, now, later, external=True)
+        outcome = self.record.left_to_device(flags, {}, norm, skips, now, later, external=True)
         self.record.conclude(optimizer, outcome)
 
     def __getstate__(self) -> dict[str, Any]:

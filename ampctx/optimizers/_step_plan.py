@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from collections.abc import Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._state_types import forms_of
-from ampctx.optimizers._work import Work, defaults_of, is_fixed, options_of, settings_of, writes_all
+from ampctx.optimizers._work import Work, defaults_of, settings_of, writes_all
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
@@ -66,6 +67,25 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
     return PlannedCall(call.op, columns, written)
 
 
+# The attributes of optimizers that are numbers of op calls, or choose these.
+_ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
+_ATTRIBUTES |= {n.of[5:].split()[0] for spec in SPECS.values() for n in spec.numbers if n.of.startswith("self.")}
+_FIXED = (float, int, bool, str, type(None), torch.dtype)
+
+
+def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
+    """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
+    found: list[Any] = list(map(vars(optimizer).get, _ATTRIBUTES))
+    for group in optimizer.param_groups:
+        found += (type(group["lr"]), *map(group.get, names))
+    return found
+
+
+def is_fixed(option: Any) -> bool:
+    """Whether no program can change the value in place, nor make it one to check by ``options_of``."""
+    return option is float or type(option) in _FIXED or (type(option) is tuple and set(map(type, option)) == {float})
+
+
 class StepPlan:
     """Refers to state, not to gradients."""
 
@@ -92,7 +112,9 @@ class StepPlan:
 
     def knows(self, optimizer: Any) -> bool:
         """Whether all options are the values that were checked, lr excepted, which is a float again."""
-        return self._options is not None and tensor_loops.same_items(options_of(optimizer, self._names), self._options)
+        known = self._options
+        now = None if known is None else options_of(optimizer, self._names)
+        return now is not None and len(now) == len(known) and all(map(is_, now, known))
 
     def renew(self, optimizer: Any) -> bool:
         """Takes over checked options. False where they need other calls."""
@@ -108,7 +130,8 @@ class StepPlan:
 
     def run(self, optimizer: Any, step: Step) -> bool:
         """Makes the step. False if something is not as it was: nothing has changed then. No host sync."""
-        pending, masters, grads = step.pending, self._masters, None
+        pending, masters = step.pending, self._masters
+        grads: list[Any] | None = None
         if (
             ops.is_watched()
             or optimizer.state is not self._state
@@ -122,13 +145,14 @@ class StepPlan:
             if pending.masters is not masters and not tensor_loops.same_items(pending.masters, masters):
                 return False
             value_at = pending.values.__getitem__
-            grads = [None if places is None else list(map(value_at, places)) for places in self._places]
+            grads = []
+            for places in self._places:
+                grads.append(None if places is None else list(map(value_at, places)))
         norm, has_run = self._norm(optimizer, step, grads) if self._has_norm else None, False
+        given: list[tuple[Any, ...]] = []
         try:
-            given = [
-                take({**fixed, **optimizer._numbers_now(work, step, norm)})
-                for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True)
-            ]
+            for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
+                given.append(take({**fixed, **optimizer._numbers_now(work, step, norm)}))
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
             if not has_run and step.counts is not None:

@@ -228,25 +228,6 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
     foreach.scale(grads, grads, foreach.Unread(), factor)
 
 
-# The attributes of optimizers that are numbers of op calls, or choose these.
-_ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
-_ATTRIBUTES |= {n.of[5:].split()[0] for spec in SPECS.values() for n in spec.numbers if n.of.startswith("self.")}
-_FIXED = (float, int, bool, str, type(None), torch.dtype)
-
-
-def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
-    """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
-    found: list[Any] = list(map(vars(optimizer).get, _ATTRIBUTES))
-    for group in optimizer.param_groups:
-        found += (type(group["lr"]), *map(group.get, names))
-    return found
-
-
-def is_fixed(option: Any) -> bool:
-    """Whether no program can change the value in place, nor make it one to check by ``options_of``."""
-    return option is float or type(option) in _FIXED or (type(option) is tuple and set(map(type, option)) == {float})
-
-
 def settings_of(optimizer: Any) -> list[Any]:
     """The options that choose which op is called and which state it needs. A plan is dropped when they differ."""
     found: list[Any] = [optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights]

@@ -29,7 +29,7 @@ from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, Known, StepHistory, StepOutcome, params_of
+from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, StepHistory, StepOutcome, params_of
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
@@ -333,12 +333,12 @@ class GradScaler(torch.amp.GradScaler):
             elif not (losses := steps.overflowed_at_limit(flags) or None):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
             state["stage"], state["done"] = OptState.STEPPED, (params := params_of(optimizer))
-            known = Known({0: self._scale.clone()}, norm_before_clipping(map(grad_of, params)))
+            scales, norm = {0: self._scale.clone()}, norm_before_clipping(map(grad_of, params))
             if losses is not None:
-                steps.decided(optimizer, losses, known, step_record.culprits_of(optimizer) if losses else ())
+                steps.decided(optimizer, losses, scales, norm, step_record.culprits_of(optimizer) if losses else ())
             else:
                 later = partial(step_record.culprits_later, weakref.ref(optimizer))
-                steps.conclude(optimizer, steps.left_to_device(flags, known, flags[0][1], tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], tuple, later))
         if not state["found_inf_per_device"] and not steps.told:
             steps.told = True
             warn(

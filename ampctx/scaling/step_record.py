@@ -128,19 +128,18 @@ class StepOutcome:
 
     def __init__(
         self,
-        flags: dict[int, Tensor] | Sequence[int] = (),
+        flags: Mapping[int, tuple[Any, Tensor | float]] = {},
         *,
         external: Tensor | None = None,
         scales: Mapping[int, Factor | Tensor] | None = None,
         grad_norm: Tensor | None = None,
         culprits: Culprits | Callable[[], Culprits] = (),
     ) -> None:
-        """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: one that was set on
-        the optimizer. No later code may write to these tensors."""
-        raised = flags if isinstance(flags, dict) else dict.fromkeys(flags, 1.0)
+        """``flags``: by loss id, its scale and flag. ``external``: one that was set on the optimizer. No later code may
+        write to these tensors."""
         # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
         self.numbers: dict[Number, Tensor | float] = {}
-        for i, flag in raised.items():
+        for i, (_, flag) in flags.items():
             self.numbers["overflowed", i] = flag
         if external is not None:
             self.numbers["found_inf", 0] = external
@@ -353,11 +352,6 @@ def overflowed(flags: Flags) -> Overflowed:
     return [(loss_id, scale) for (loss_id, (scale, _)), value in zip(flags.items(), values, strict=True) if value]
 
 
-class Known(NamedTuple):
-    scales: dict[int, Any]
-    grad_norm: Tensor | None
-
-
 class StepRecord:
     """Decides and records the steps of one optimizer, without a reference to it.
 
@@ -440,7 +434,8 @@ class StepRecord:
     def left_to_device(
         self,
         flags: Flags,
-        known: Known,
+        scales: Mapping[int, Factor | Tensor],
+        grad_norm: Tensor | None,
         found_inf: Tensor | None,
         culprits: Callable[[], Culprits],
         later: Callable[[bool], Culprits],
@@ -454,10 +449,10 @@ class StepRecord:
         ``.grad`` still belongs to this step. ``counts``: those that the step was offered."""
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
-            {loss_id: flag for loss_id, (_, flag) in flags.items()},
+            flags,
             external=found_inf if external else None,
-            scales=known.scales,
-            grad_norm=known.grad_norm,
+            scales=scales,
+            grad_norm=grad_norm,
             culprits=lambda: later((now := record()) is not None and now.epoch == epoch),
         )
         if any(self._hooks) and host_may_read() and outcome.skipped:
@@ -483,7 +478,12 @@ class StepRecord:
     # --- after a step that the host decided on ------------------------------------------------------------------------
 
     def decided(
-        self, optimizer: Any, losses: Sequence[tuple[int, LossScale]], known: Known, culprits: Culprits = ()
+        self,
+        optimizer: Any,
+        losses: Sequence[tuple[int, LossScale]],
+        scales: Mapping[int, Factor | Tensor],
+        grad_norm: Tensor | None,
+        culprits: Culprits = (),
     ) -> None:
         """Records a step that ran, or that ``losses`` skip. AmpStallError: one skip too many in a row."""
         if losses:
@@ -494,8 +494,8 @@ class StepRecord:
                 one._opt_called = True
             values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_skips else []
             self._tell(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
-        ids = [loss_id for loss_id, _ in losses]
-        outcome = StepOutcome(ids, scales=known.scales, grad_norm=known.grad_norm, culprits=culprits)
+        raised = {loss_id: (scale, 1.0) for loss_id, scale in losses}
+        outcome = StepOutcome(raised, scales=scales, grad_norm=grad_norm, culprits=culprits)
         self._count_in_a_row(bool(losses))
         self.conclude(optimizer, outcome)
         if self.limit is None or self.in_a_row <= self.limit:

@@ -91,7 +91,7 @@ class Frames:
     @property
     def depth(self) -> int:
         """The number of open blocks."""
-        return len(self.frames) - (self.window is not None)
+        return len(self.frames) - (bool(self.frames) and self.frames[0].is_window)
 
     @property
     def pending(self) -> Pending | None:
@@ -111,11 +111,14 @@ class Frames:
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
-        here = {} if have_no_grads(leaves) else {p: g for p in leaves if (g := p.grad) is not None}
+        here = {}
+        if not have_no_grads(leaves):
+            here = {p: g for p in leaves if (g := p.grad) is not None}
         if (window := self.window) is None:
             # First, so that abandon() can put them back.
-            self.frames.append(Frame(scale, inv_scale, {p: _own(g) for p, g in here.items()}))
+            self.frames.append(frame := Frame(scale, inv_scale, {}))
             if here:
+                frame.stash.update((p, _own(g)) for p, g in here.items())
                 tensor_loops.clear_grads(here)
             return
         for p in window.scaled:
@@ -155,30 +158,25 @@ class Frames:
         is_usual = is_alone and (masters.takes_pending or not masters.pairs)
         is_usual = is_usual and masters.place.pending is None and masters.have_no_grads()
         if self.plan is not None:
-            if is_usual and self._left_by_plan(self.plan, factor, found_inf):
-                return
+            if is_usual and self.plan.leaves is masters.leaves:
+                try:
+                    has_left, pending = self.plan.leave(factor, found_inf)
+                    if has_left:
+                        if pending is not None:
+                            masters.place.pending = self.checked = pending
+                        self.frames.pop()
+                        return
+                except BaseException:
+                    self.incomplete = True
+                    raise
             masters.check()  # the beginning of the block has left that to the plan
         if not is_usual:
             return self._leave_plainly(frame, factor, found_inf, done, check_before)
-        before, self.plan = [p.grad for p in masters.leaves], None
+        before, self.plan = list(map(grad_of, masters.leaves)), None
         with ops.noted() as calls:
             self._leave_plainly(frame, factor, found_inf, done, check_before)
         self.plan = frame_plan(masters, calls, before, masters.place.pending) if calls else None
         return None
-
-    def _left_by_plan(self, plan: FramePlan, factor: Factor, found_inf: FoundInf) -> bool:
-        if plan.leaves is not self._masters.leaves:
-            return False
-        try:
-            has_left, pending = plan.leave(factor, found_inf)
-            if has_left:
-                if pending is not None:
-                    self._masters.place.pending = self.checked = pending
-                self.frames.pop()
-            return has_left
-        except BaseException:
-            self.incomplete = True
-            raise
 
     def _leave_plainly(
         self,
@@ -375,17 +373,12 @@ class Frames:
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
-    def drop_master_grads(self) -> None:
-        """Drops the gradients of the masters, pending ones included."""
-        self.checked = None
-        self._masters.drop_master_grads()
-
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()
         for p in self._masters.leaves:
             p.grad = None
-        self.drop_master_grads()
+        self._masters.drop_grads()
         self.forget()
 
     def forget(self) -> None:

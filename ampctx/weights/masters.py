@@ -28,7 +28,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Unread
 from ampctx.kernels.ops import is_watched
-from ampctx.kernels.plan import advanced, changed, have_members, have_no_grads, marks
+from ampctx.kernels.plan import advanced, as_before, changed, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
@@ -124,9 +124,17 @@ class MasterParams:
 
     def is_current(self) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        if not have_members(self._optimizer().param_groups, self._members):
+        if not as_before(self._optimizer().param_groups, self._members, [], None):
             return False
         return not self._frozen or not any(p.requires_grad for p in self._frozen)
+
+    def is_as_before(self, weights: bool) -> bool:
+        """Whether the groups have the same members, both agree or the step will see it, and no weight with a master has
+        a gradient. ``weights``: and nobody has written or moved one. False where this is not known. No host sync."""
+        if self.ahead or self.unsure or self._frozen:
+            return False
+        former = self._agreed[0] if weights else None
+        return bool(as_before(self._optimizer().param_groups, self._members, self.params_with_master, former))
 
     @torch.no_grad()
     def follow(self, drop_grads: bool = False, originals: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -477,7 +485,7 @@ class MasterParams:
             return True
         return not self.place.has_grads
 
-    def drop_master_grads(self) -> None:
+    def drop_grads(self) -> None:
         """Sets ``grad`` of masters to None, pending gradients included."""
         if self.place.pending is not None:
             self.place.pending.drop()  # then no master has one of its own

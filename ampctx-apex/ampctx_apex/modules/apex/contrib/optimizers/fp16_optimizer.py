@@ -103,7 +103,7 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
             )
         super().update_master_grads()
         result = super().step()
-        self._masters.drop_master_grads()
+        self._masters.drop_grads()
         return result
 
     def state_dict(self) -> dict[str, Any]:
