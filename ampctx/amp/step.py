@@ -198,7 +198,8 @@ class OptimizerBinding:
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
         # What somebody has written the step and the next forward see.
-        if not (is_idle and self.masters.is_as_before(weights=False)):
+        is_clear = is_idle and self.masters.is_as_before(weights=False)
+        if not is_clear:
             self.follow_groups()
             if self.masters.unsure or self.masters.ahead:
                 self._catch_up(weights_final=True, gradients=False)
@@ -207,7 +208,7 @@ class OptimizerBinding:
         self.left_grads.block_begins(self.masters.params_without_master, is_idle)
         if self.gradients.plan is None:
             self.masters.check()
-        self.gradients.enter(scale, inv_scale)
+        self.gradients.enter(scale, inv_scale, is_clear)
 
     def abandon(self, depth: int, ending: bool) -> None:
         """Ends a block that raised, see ``Frames.abandon``."""
@@ -404,7 +405,8 @@ class OptimizerBinding:
                 external=former is not None,
                 counts=step.counts,
             )
-            self.drop_master_grads()
+            self.gradients.checked = None
+            self.masters.drop_grads()
             flags.clear()
             self.gradients.stepped = True
         finally:

@@ -34,6 +34,15 @@ class PerDevice:
         return self._copies[device]
 
 
+def taken(tensors: list[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Takes the tensors out of the list if they are on ``device``. No host sync."""
+    if not tensors or tensors[0].device != device:
+        return ()
+    found = tensors[:]
+    tensors.clear()
+    return found
+
+
 def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """The maximum of one-element flags, 0-d on ``device``; 0.0 without flags. No host sync."""
     result = None
@@ -203,7 +212,7 @@ def unscale_l2norms_of(
             total, norms = reference.multi_tensor_unscale_l2norm(group, flag, ops.factor(factor), per_tensor)
         totals.append(total)
         groups.append((places[0] if places else every, norms))
-    return joined_norm(totals), groups
+    return totals[0] if len(totals) == 1 else joined_norm(totals), groups
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ class Bucket(NamedTuple):
 
 
 def _has_kernel(devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], known: Sequence[torch.dtype]) -> bool:
-    is_known = all(dtype in known and (devices[0].type == "cpu" or dtype != torch.float64) for dtype in dtypes)
-    return is_known and all(device == devices[0] for device in devices)
+    if len(set(devices)) > 1 or not all(map(known.__contains__, dtypes)):
+        return False
+    return devices[0].type == "cpu" or torch.float64 not in dtypes
 
 
 def _is_uniform(tensors: Sequence[Tensor]) -> bool:
@@ -51,16 +53,16 @@ def buckets(
 
     ``along``: more lists to split the same way, which follow in a bucket. ``known_dtypes``: those of the kernels.
     """
-    if len({len(tensors) for tensors in (*lists, *along)}) > 1:
+    if len(set(map(len, (*lists, *along)))) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in (*lists, *along)]}")
     if not (uniform := are_uniform(lists)):
         lists = tuple(map(local, lists))
     every = (*lists, *along)
     resolved = uniform or all(map(all_resolved, lists))
     if uniform or (resolved and all(map(_is_uniform, lists))):
-        first = [tensors[0] for tensors in lists]
-        if _has_kernel([t.device for t in first], [t.dtype for t in first], known_dtypes):
-            return [Bucket(first[0].device, True, [*every] if uniform else [list(tensors) for tensors in every])]
+        first = list(map(itemgetter(0), lists))
+        if _has_kernel(list(map(device_of, first)), list(map(dtype_of, first)), known_dtypes):
+            return [Bucket(first[0].device, True, [*every] if uniform else list(map(list, every)))]
     found: dict[tuple, Bucket] = {}
     has_kernel: dict[tuple, bool] = {}
     for row in zip(*every, strict=True):

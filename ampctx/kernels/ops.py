@@ -88,7 +88,9 @@ def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     where that is not known."""
     if extension.library is None or is_watched() or not lists[0]:
         return False
-    return extension.serves(lists[0][0].device.type) and bool(extension.library.are_uniform(lists))
+    kind = lists[0][0].device.type
+    is_served = kind in extension.backends and (extension.late is None or extension.serves(kind))
+    return is_served and bool(extension.library.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:

@@ -55,7 +55,9 @@ def steps_a_partition(optimizer: Any) -> bool:
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     kind = dtensor()
-    return bool(kind) and any(issubclass(found, kind) for found in set(map(type, tensors)))
+    if not kind:
+        return False
+    return any(issubclass(found, kind) for found in set(map(type, tensors)))
 
 
 def _part(t: Any) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ def all_resolved(tensors: Collection[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return True
     # _is_zerotensor is private; torch has no public name for it.
-    asked = (Tensor.is_neg, Tensor.is_conj, Tensor._is_zerotensor)
-    return not any(chain.from_iterable(map(ask, tensors) for ask in asked))
+    negated, conjugated = any(map(Tensor.is_neg, tensors)), any(map(Tensor.is_conj, tensors))
+    return not (negated or conjugated or any(map(Tensor._is_zerotensor, tensors)))
 
 
 def clear_grads(tensors: Iterable[Tensor]) -> None:

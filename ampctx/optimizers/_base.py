@@ -28,7 +28,7 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
-from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
+from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product, taken
 from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
@@ -421,12 +421,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                     self._launch(work, scaling, norm)
                     if after is not None:
                         after(work.members)
-            if after is None and type(self)._launch is FusedOptimizer._launch:
+            if made and after is None and type(self)._launch is FusedOptimizer._launch:
                 plan = step_plan(self, calls, made, scaling)
         if scaling.unscales:
             _work.finish_unscaling(calls)
-        followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._seen.update({p: marks([p]) for p in followed})
+        for work in works:
+            if work.kind[0] in EXTRAS:
+                self._seen.update((p, marks([p])) for p in work.members)
         self._plan = plan
         if scaling.wrote is not None and _work.writes_all(works, scaling):
             scaling.wrote()
@@ -593,13 +594,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else float(lr),
-            "unscale_grads": scaling.unscales and not work.is_pending,
+            "unscale_grads": scaling.unscales and not work.kind[1],
             **clip,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
         if scaling.counts is not None:
-            arguments["skips"] = scaling.counts.take(device)
+            arguments["skips"] = taken(scaling.counts, device)
         return arguments
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------

@@ -150,13 +150,14 @@ class StepPlan:
                 grads.append(None if places is None else list(map(value_at, places)))
         norm, has_run = self._norm(optimizer, step, grads) if self._has_norm else None, False
         given: list[tuple[Any, ...]] = []
+        counts = list(step.counts or ())
         try:
             for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
                 given.append(take({**fixed, **optimizer._numbers_now(work, step, norm)}))
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
             if not has_run and step.counts is not None:
-                step.counts.is_taken = False
+                step.counts[:] = counts
         if not has_run:
             return False
         if self._writes_all and step.wrote is not None:

@@ -32,13 +32,26 @@ _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
 def given_to(optimizer: Any, given: Step | None) -> Step:
-    """What a step reads. amp's ``found_inf`` includes that of the optimizer."""
-    factor, is_scaled = optimizer._grad_factor, getattr(optimizer, "grad_scale", None) is not None
+    """What a step reads: amp's ``found_inf``, which includes that of the optimizer, or the attributes ``found_inf`` and
+    ``grad_scale`` in types that the ops accept. No host sync."""
+    factor, scale = getattr(optimizer, "_grad_factor", 1.0), getattr(optimizer, "grad_scale", None)
     if given is None:
-        given = Step(taken_found_inf(optimizer))
-    if factor == 1.0 and not is_scaled:
-        return given
-    return given._replace(inv_scale=product(taken_inv_scale(optimizer), factor), unscales=is_scaled)
+        flag = getattr(optimizer, "found_inf", None)
+        if flag is not None:
+            if not isinstance(flag, Tensor):
+                flag = torch.tensor(float(flag), dtype=torch.float32, device="cpu")
+            if flag.numel() != 1:
+                check_one_element("found_inf", flag)
+            flag = PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
+        given = Step(flag)
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            check_one_element("grad_scale", scale)
+        inv_scale: Factor = PerDevice(scale.float().reciprocal())
+        factor = inv_scale if factor == 1.0 else product(inv_scale, factor)
+    elif scale is not None:
+        factor = product(1.0 / scale, factor)
+    return given if factor == 1.0 and scale is None else given._replace(inv_scale=factor, unscales=scale is not None)
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
@@ -48,30 +61,6 @@ def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
     if value.device.type == "cpu":
         return value if value.dtype in (torch.float32, torch.float64) else value.double()
     return move(value.float(), device)
-
-
-def taken_inv_scale(optimizer: Any) -> Factor:
-    """The factor for gradients: 1 / ``optimizer.grad_scale``, or 1 without one. No host sync."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return 1.0
-    if not isinstance(scale, Tensor):
-        return 1.0 / scale
-    if scale.numel() != 1:
-        check_one_element("grad_scale", scale)
-    return PerDevice(scale.float().reciprocal())
-
-
-def taken_found_inf(given: Any) -> PerDevice | None:
-    """``found_inf`` of a ``Step`` or an optimizer in a type that the ops accept, None without one. No host sync."""
-    flag = getattr(given, "found_inf", None)
-    if flag is None:
-        return None
-    if not isinstance(flag, Tensor):
-        flag = torch.tensor(float(flag), dtype=torch.float32, device="cpu")
-    if flag.numel() != 1:
-        check_one_element("found_inf", flag)
-    return PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -241,7 +230,10 @@ def settings_of(optimizer: Any) -> list[Any]:
 
 def writes_all(works: Sequence[Work], scaling: Step) -> bool:
     """Whether the calls write every weight of ``models``."""
-    return sum(len(work.members) for work in works if work.kind[0] == "model") == len(scaling.models)
+    written = 0
+    for work in works:
+        written += len(work.members) if work.kind[0] == "model" else 0
+    return written == len(scaling.models)
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:

@@ -21,7 +21,7 @@ from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import Group, check_flag, param_name, refuse_dtype, with_grads
-from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
+from ampctx.optimizers._work import given_to, on_device
 from ampctx.weights.step import declares
 
 
@@ -168,7 +168,8 @@ class LARC:
 
     @torch.no_grad()
     def _adapt(self, decays: list[Any]) -> None:
-        found_inf, inv_scale = taken_found_inf(self), taken_inv_scale(self)
+        given = given_to(self, None)
+        found_inf, inv_scale = given.found_inf, given.inv_scale
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf

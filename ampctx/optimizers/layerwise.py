@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampctx._collectives import reduced_over
 from ampctx.kernels import foreach
-from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
+from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product, taken
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
@@ -251,7 +251,7 @@ class _Shards(Layers):
         _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **given, **numbers})
 
     def finish(self, moves: Sequence[Tensor], **options: Any) -> None:
-        skips = () if self.skips is None else self.skips.take(self.work.device)
+        skips = () if self.skips is None else taken(self.skips, self.work.device)
         take_step(self.work, moves, self.arguments, skips=skips, **options)
 
 

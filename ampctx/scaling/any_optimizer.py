@@ -19,11 +19,12 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """
     flag = "_step_supports_amp_scaling"  # torch sets it on fused instances
-    if not declares(optimizer, flag):
-        return False
     inner = getattr(optimizer, "optim", optimizer)  # for LARC, the optimizer inside decides
-    if hasattr(type(inner), flag):
-        return True
+    of_class = hasattr(type(inner), flag)
+    if of_class and inner is optimizer:
+        return bool(getattr(optimizer, flag))
+    if of_class or not declares(optimizer, flag):
+        return of_class and declares(optimizer, flag)
     is_fused = all(group.get("fused", True) for group in optimizer.param_groups)
     return is_fused and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
 

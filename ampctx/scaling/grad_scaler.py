@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ class GradScaler(torch.amp.GradScaler):
         """``grad *= inv_scale``, or with None the check alone. Returns a flag for each device with gradients, starting
         from ``found_inf``. No host sync. Frameworks override this method: its arguments and their order must stay."""
         parameters = params_of(optimizer)
-        grads = [grad for grad in map(grad_of, parameters) if grad is not None]
+        grads = list(filter(partial(is_not, None), map(grad_of, parameters)))
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             where, p = next(found for found in _with_gradient(optimizer) if found[1].grad.dtype == torch.float16)
             raise AmpValueError(
@@ -253,12 +254,14 @@ class GradScaler(torch.amp.GradScaler):
         start = found_inf if inv_scale is None else found_inf.clone()
         # A gradient of each device, by its number: device objects take longer.
         some = dict(zip(map(Tensor.get_device, grads), grads, strict=True)).values()
-        flags = {grad.device: move(start, grad.device) for grad in some}
+        flags = {}
+        for grad in some:
+            flags[grad.device] = start if grad.device == start.device else move(start, grad.device)
         grads = strided_grads(parameters)
         raised = FoundInf()
         raised.per_device = flags
         if inv_scale is None:
-            foreach.l2norm(grads, raised)
+            foreach.unscale_l2norms_of(grads, raised, 1.0, per_tensor=False)
         else:
             foreach.scale(grads, grads, raised, PerDevice(inv_scale))
         return flags
@@ -269,7 +272,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._check(optimizer)
 
     def _check(self, optimizer: Any, unscales: bool = False) -> dict[torch.device, Tensor]:
-        scale, params, state = self._scale, params_of(optimizer), self._per_optimizer_states[id(optimizer)]
+        scale, params, state = self._loss_scale.scale, params_of(optimizer), self._per_optimizer_states[id(optimizer)]
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if is_distributed():
@@ -330,10 +333,10 @@ class GradScaler(torch.amp.GradScaler):
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 # None: a framework has replaced that method, and only the flag tells.
                 losses = state.pop("overflowed", None)
-            elif not (losses := steps.overflowed_at_limit(flags) or None):
+            elif steps.limit is None or not (losses := steps.overflowed_at_limit(flags) or None):
                 result = self._step_on_device(optimizer, state, flags[0][1], *args, **kwargs)
             state["stage"], state["done"] = OptState.STEPPED, (params := params_of(optimizer))
-            scales, norm = {0: self._scale.clone()}, norm_before_clipping(map(grad_of, params))
+            scales, norm = {0: self._loss_scale.scale.clone()}, norm_before_clipping(map(grad_of, params))
             if losses is not None:
                 steps.decided(optimizer, losses, scales, norm, step_record.culprits_of(optimizer) if losses else ())
             else:
@@ -372,7 +375,8 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
-            given = self._scale.clone() if given is None else self._scale * given
+            scale = self._loss_scale.scale
+            given = scale.clone() if given is None else scale * given
         align_gradients(optimizer)
         # torch's fused CPU kernels compare with 1, and a framework's sum over ranks may exceed it.
         optimizer.grad_scale, optimizer.found_inf = given, found_inf.ne(0).float()
@@ -421,12 +425,13 @@ class GradScaler(torch.amp.GradScaler):
             scale.update(join_flags(flags, flags[0].device))
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None or self._growth_tracker is None:
+        scale = self._loss_scale
+        if scale.scale is None or scale.growth_tracker is None:
             raise AmpAssertionError(
-                f"Attempted {funcname} but {'_scale' if self._scale is None else '_growth_tracker'} is None. Call "
+                f"Attempted {funcname} but {'_scale' if scale.scale is None else '_growth_tracker'} is None. Call "
                 "scaler.scale(loss).backward() before it. See docs/errors.md#attempted-step-but-_scale-is-none."
             )
-        return self._scale, self._growth_tracker
+        return scale.scale, scale.growth_tracker
 
     # --- outcomes of steps, checkpoints -----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +36,6 @@ from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import device_of, is_fake
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count
-from ampctx.weights.step import SkipCounts
 
 DEFAULT_LENGTH = 10_000  # of a history
 # Steps before their tensors are gathered into one.
@@ -94,7 +94,7 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
 
 def params_of(optimizer: Any) -> list[Any]:
     """The parameters of all groups. Our optimizers step one once even if a group has it twice."""
-    found = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    found = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
 
@@ -386,8 +386,9 @@ class StepRecord:
         # replay counts where later steps count. The last slot is that of OUTSIDE_OF_BLOCKS.
         self._counts: Tensor | None = None
         self._slots, self._scales = losses + 1, dict[int, LossScale]()
-        # The loss id of the latest ``counts_for``, and what it gave.
-        self._offered: tuple[int, SkipCounts] | None = None
+        # The latest ``counts_for``: the loss id, the numbers, the flag of that step, and the list that it got. A step
+        # that raised and is tried again has the same flag.
+        self._offered: tuple[int, Sequence[Tensor], Tensor, list[Tensor]] | None = None
         # The counts that were reported: of all skips, and of each loss.
         self._reported, self._reported_of = 0, defaultdict[int, float](float)
         # Counts on their way to the host.
@@ -411,7 +412,7 @@ class StepRecord:
             self._count_in_a_row(False)
         return found
 
-    def counts_for(self, found_inf: Tensor | None, flags: Flags) -> SkipCounts | None:
+    def counts_for(self, found_inf: Tensor | None, flags: Flags) -> list[Tensor] | None:
         """Counts for an optimizer that counts its steps itself. None unless ``found_inf`` is the flag of one loss, with
         a scale on its device. No host sync."""
         if not self._counts_skips or found_inf is None or len(flags) != 1 or torch.compiler.is_compiling():
@@ -420,14 +421,16 @@ class StepRecord:
         value, kept = scale.scale, self._offered
         if flag is not found_inf or value is None or value.device != found_inf.device:
             return None
-        if kept is None or kept[0] != loss_id or kept[1].tensors[4] is not value:
+        if kept is not None and kept[0] == loss_id and kept[1][4] is value:
+            numbers = kept[1]
+        else:
             counts, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
             if value.device != counts.device:
                 return None
-            kept = self._offered = loss_id, SkipCounts([*skip_counts(counts, slot), value])
-        if kept[1].found_inf is not found_inf:
-            kept[1].found_inf, kept[1].is_taken = found_inf, False
-        return kept[1]
+            numbers, kept = [*skip_counts(counts, slot), value], None
+        if kept is None or kept[2] is not found_inf:
+            kept = self._offered = loss_id, numbers, found_inf, list(numbers)
+        return kept[3]
 
     # --- after a step that the device decided on ----------------------------------------------------------------------
 
@@ -440,13 +443,14 @@ class StepRecord:
         culprits: Callable[[], Culprits],
         later: Callable[[bool], Culprits],
         external: bool = False,
-        counts: SkipCounts | None = None,
+        counts: list[Tensor] | None = None,
     ) -> StepOutcome:
         """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only with hooks.
 
         ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
         ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
-        ``.grad`` still belongs to this step. ``counts``: those that the step was offered."""
+        ``.grad`` still belongs to this step. ``counts``: the list that the step was given, empty if
+        it has counted itself."""
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
             flags,
@@ -457,7 +461,7 @@ class StepRecord:
         )
         if any(self._hooks) and host_may_read() and outcome.skipped:
             outcome._culprits = culprits()  # found in time
-        if flags and found_inf is not None and self._counts_skips and not (counts and counts.is_taken):
+        if flags and found_inf is not None and self._counts_skips and (counts is None or counts):
             for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
                 device = numbers.device
@@ -545,7 +549,10 @@ class StepRecord:
         """Reads counts that have arrived, and starts the next copy. No host sync."""
         if type(self._counts) is not Tensor:  # None, or of FakeTensorMode, which has no numbers
             return
-        numbers, event = self._copy = self._copy or arriving(self._counts)
+        if self._counts.is_cpu:
+            numbers, event = self._counts, None
+        else:
+            numbers, event = self._copy = self._copy or arriving(self._counts)
         if event is None or event.query():
             self._copy = None
             if (values := numbers.tolist())[:2] != [self._reported, self.in_a_row]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from numbers import Real
+from operator import is_not
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def strided_grad(parameter: Tensor) -> Tensor | None:
 def strided_grads(params: Iterable[Tensor]) -> list[Tensor]:
     """``strided_grad`` of those that have a gradient."""
     if not torch.compiler.is_compiling():
-        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        grads = list(filter(partial(is_not, None), map(grad_of, params)))
         if set(map(layout_of, grads)) <= {torch.strided}:
             return grads
     return [grad for grad in map(strided_grad, params) if grad is not None]

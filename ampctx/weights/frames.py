@@ -105,16 +105,17 @@ class Frames:
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
-    def enter(self, scale: Factor, inv_scale: Factor) -> None:
+    def enter(self, scale: Factor, inv_scale: Factor, is_clear: bool = False) -> None:
         """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect`` first: no
-        parameter with a master may have a gradient."""
+        parameter with a master may have a gradient. ``is_clear``: no leaf has one."""
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
         here = {}
-        if not have_no_grads(leaves):
+        if not is_clear and not have_no_grads(leaves):
             here = {p: g for p in leaves if (g := p.grad) is not None}
-        if (window := self.window) is None:
+        window = self.frames[0] if self.frames and self.frames[0].is_window else None
+        if window is None:
             # First, so that abandon() can put them back.
             self.frames.append(frame := Frame(scale, inv_scale, {}))
             if here:

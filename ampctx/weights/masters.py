@@ -129,12 +129,13 @@ class MasterParams:
         return not self._frozen or not any(p.requires_grad for p in self._frozen)
 
     def is_as_before(self, weights: bool) -> bool:
-        """Whether the groups have the same members, both agree or the step will see it, and no weight with a master has
-        a gradient. ``weights``: and nobody has written or moved one. False where this is not known. No host sync."""
+        """Whether nothing has happened since the latest block or step: the groups have the same members, and no leaf
+        has a gradient. ``weights``: nobody has written or moved a weight with a master, and none of these has a
+        gradient. False where this is not known. No host sync."""
         if self.ahead or self.unsure or self._frozen:
             return False
-        former = self._agreed[0] if weights else None
-        return bool(as_before(self._optimizer().param_groups, self._members, self.params_with_master, former))
+        params, former = (self.params_with_master, self._agreed[0]) if weights else (self.leaves, None)
+        return bool(as_before(self._optimizer().param_groups, self._members, params, former))
 
     @torch.no_grad()
     def follow(self, drop_grads: bool = False, originals: Mapping[Tensor, Tensor] | None = None) -> None:

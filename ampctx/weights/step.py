@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.weights.pending import Pending
-
-
-class SkipCounts:
-    """The numbers of a loss in which the first op call counts the step: four of ``count_skip``, and the scale.
-
-    ``is_taken``: whether the step has counted itself. ``found_inf``: of the step that these were offered for. A step
-    that raised and is tried again has the same one.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors, self.device, self.is_taken = tensors, tensors[0].device, False
-        self.found_inf: Tensor | None = None
-
-    def take(self, device: torch.device) -> Sequence[Tensor]:
-        """The numbers, once; none on another device. No host sync."""
-        if self.is_taken or device != self.device:
-            return ()
-        self.is_taken = True
-        return self.tensors
 
 
 class Step(NamedTuple):
@@ -43,7 +23,8 @@ class Step(NamedTuple):
     found_inf: one element. If it is not 0, the step changes nothing. None: no check ran.
     models: fp32 master -> the 16-bit weight that the step writes with it.
     pending: 16-bit gradients in place of those of the masters, with their own factor.
-    counts: the numbers in which the first op call counts the step.
+    counts: the numbers in which an op call counts the step: four of ``count_skip``, and the scale. The first call on
+        their device takes them out of the list.
     wrote: to call once each weight of ``models`` has been written with its master.
     inv_scale: the factor for the gradients in ``.grad``.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
@@ -52,7 +33,7 @@ class Step(NamedTuple):
     found_inf: PerDevice | None = None
     models: Mapping[Tensor, Tensor] = {}
     pending: Pending | None = None
-    counts: SkipCounts | None = None
+    counts: list[Tensor] | None = None
     wrote: Callable[[], None] | None = None
     inv_scale: Factor = 1.0
     unscales: bool = False
