@@ -112,9 +112,10 @@ class StepPlan:
 
     def knows(self, optimizer: Any) -> bool:
         """Whether all options are the values that were checked, lr excepted, which is a float again."""
-        known = self._options
-        now = None if known is None else options_of(optimizer, self._names)
-        return now is not None and len(now) == len(known) and all(map(is_, now, known))
+        if (known := self._options) is None:
+            return False
+        now = options_of(optimizer, self._names)
+        return len(now) == len(known) and all(map(is_, now, known))
 
     def renew(self, optimizer: Any) -> bool:
         """Takes over checked options. False where they need other calls."""
