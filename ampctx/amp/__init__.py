@@ -3,14 +3,12 @@
 ``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
-from ampctx.amp import hints
 from ampctx.amp.explain import CastCount, Explanation, OpCount
 from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.step_record import Culprit, History, StepOutcome
 
-AmpSession.watchers.append(lambda *facts: hints.Hints(*facts).leave)
 _default_session = AmpSession()
 
 initialize = _default_session.initialize

@@ -20,7 +20,8 @@ from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp import fully_sharded, misuse, ranks, split
 from ampctx.amp.fully_sharded import Sharded
-from ampctx.amp.methods import weak_method
+from ampctx.amp.hints import Hints
+from ampctx.amp.methods import finalizer, weak_method
 from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
@@ -222,13 +223,6 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
         )
 
 
-def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """Runs ``action`` once: when called, or when ``owner`` is gone, in the thread that drops the last reference."""
-    once = weakref.finalize(owner, action)
-    once.atexit = False
-    return once
-
-
 # --- initialize ------------------------------------------------------------------------------------------------------
 
 
@@ -405,13 +399,12 @@ def initialize(
             steps = StepRecord(
                 limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
             )
-            bound[optimizer] = OptimizerBinding(
-                optimizer, masters, scales, session._casts, steps, names, session._events
-            )
+            told = session._hints, session._log
+            bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *told)
             undo.callback(weak_method(bound[optimizer].release))
         watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-        for watch in session.watchers if verbosity > 0 else ():  # which only log
-            undo.callback(watch(session._events, list(bound.values()), names, scales, session._log.say))
+        if verbosity > 0:
+            undo.callback(Hints(session._hints, list(bound.values()), names, scales, session._log.say).leave)
         if policy.autocast_dtype is not None:
             is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
             autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
