@@ -226,7 +226,7 @@ class AmpSession(FunctionCasts):
                         note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
             for binding in block.bindings:
                 if binding.left_grads.joined:
-                    binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
+                    binding.left_grads.block_ends(binding)
             if self._hints:
                 tell(self._hints, "left", block)
             self._leave(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -453,6 +454,6 @@ def cast_ops(session: Any, autocast: Autocast) -> Undo:
         stack.callback(session.cast_registered())
         # Runs at the latest when the session is garbage-collected.
         undo = finalizer(session, stack.pop_all().close)
-    session._thread.claim_casts()
+    session._thread.of_casts = threading.current_thread()
     session._casts.add(autocast, undo)
     return undo

@@ -308,7 +308,7 @@ class OptimizerBinding:
         gradients, or the model has other parameters by now. ``has_closure``: it may zero gradients first."""
         if self.left_grads.marks and not has_closure:
             self.follow_groups()
-            self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
+            self.left_grads.step_begins(self)
         if self._first_steps:
             self._first_steps -= 1
             if called_by_grad_scaler():
