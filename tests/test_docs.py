@@ -167,8 +167,8 @@ BUDGETS = {
     700: "install levels frameworks",
     760: "optimizers",
     800: "from_apex",
-    900: "tutorial apex_differences how_a_step_works kernels",
-    1350: "design",
+    900: "tutorial apex_differences how_a_step_works kernels find",
+    1250: "design",
     1800: "errors",
 }
 
