@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError
-from ampctx.amp import explain, export, misuse, named_state, ranks, setup, state
+from ampctx.amp import export, misuse, named_state, op_counts, ranks, setup, state
 from ampctx.amp.hints import Hints, tell
 from ampctx.amp.log import SkipLog
 from ampctx.amp.options import PrecisionPolicy, summary
@@ -135,7 +135,7 @@ class AmpSession(FunctionCasts):
     state_dict, load_state_dict = state.state_dict, state.load_state_dict
     get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
     Stateful = named_state.stateful
-    explain = staticmethod(explain.explain)
+    count_ops = staticmethod(op_counts.count_ops)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
