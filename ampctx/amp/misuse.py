@@ -24,7 +24,7 @@ from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
 
 
 class LossBlock(_GeneratorContextManager):
-    """What ``scale_loss`` returns, for one ``with``. Using it as a loss raises an error that names the fix."""
+    """The return value of ``scale_loss``, for one ``with``. Using it as a loss raises an error that names the fix."""
 
     def _refuse(self, error: type[Exception], use: str) -> NoReturn:
         raise error(

@@ -263,8 +263,8 @@ class _Recorder(TorchDispatchMode):
                 return
         dtypes = {t.dtype for t in operands}
         self._ops[op, "+".join(map(_name, sorted(dtypes, key=lambda d: (d.itemsize, str(d)))))] += 1
-        place = self._names.get(self._path[-1]) if self._path else None
-        call = f"{op} in {place}" if place else op
+        module = self._names.get(self._path[-1]) if self._path else None
+        call = f"{op} in {module}" if module else op
         if dtypes & {torch.float64, torch.complex128}:
             self._hints[_FP64_OPS][call] += 1
         if op in _PRODUCTS or op.startswith(_ATTENTION):

@@ -116,8 +116,8 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
 def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> None:
     """Raises AmpError for a parameter that is none of the models' and lies in their memory, such as one flat buffer."""
 
-    def place(p: Tensor) -> tuple[int, int, int]:
-        """Of its storage, its begin and its end."""
+    def memory_of(p: Tensor) -> tuple[int, int, int]:
+        """(storage address, first byte, end), to find tensors that share memory."""
         if type(p) is not nn.Parameter or not (at := p.data_ptr()):
             return 0, 0, 0
         return p.untyped_storage().data_ptr(), at, at + p.nbytes
@@ -125,14 +125,14 @@ def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> Non
     of_models = {p: name for model in models for name, p in model.named_parameters()}
     places = defaultdict[int, list](list)
     for p, name in of_models.items():
-        storage, *ends = place(p)
+        storage, *ends = memory_of(p)
         places[storage].append((*ends, name))
     places.pop(0, None)
     for i, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
         members = [(p, g, j) for g, group in enumerate(groups) for j, p in enumerate(group["params"])]
         for p, g, j in (member for member in members if member[0] not in of_models):
-            storage, begin, end = place(p)
+            storage, begin, end = memory_of(p)
             if shared := [name for first, last, name in places.get(storage, ()) if max(begin, first) < min(end, last)]:
                 raise AmpError(
                     f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
@@ -358,8 +358,8 @@ def initialize(
     kept = find_kept(model_list, policy.keep_fp32)
     if policy.input_dtype in LOW_PRECISION:
         kept = with_tables(kept, model_list)
-    plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
-    sharded = {model: plan for model, plan in plans if plan is not None}
+    found = [(model, fully_sharded.checked(model, policy, kept)) for model in model_list]
+    sharded = {model: units for model, units in found if units is not None}
     if policy.master_weights == "split":
         split.check(optimizer_list, session._bindings)
     policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
