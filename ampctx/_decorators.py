@@ -1,4 +1,4 @@
-"""What runs beside the user's model: out of compiled graphs, without autograd, and reading a device without a wait."""
+"""Code beside the user's model: out of compiled graphs, without autograd, and reading a device without a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ampctx-apex may use of the core beyond its public API.
+"""Names that ampctx-apex may use of the core beyond its public API.
 
 When the core changes, only this file follows.
 """

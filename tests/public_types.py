@@ -44,7 +44,7 @@ def programs() -> None:
     assert_type(amp.loss_scale(), float)
     assert_type(amp.skipped_steps(optimizer), int)
     assert_type(amp.history(optimizer).skipped, list[bool])
-    assert_type(amp.explain(model, torch.ones(1, 4)).cast_count, int)
+    assert_type(amp.count_ops(model, torch.ones(1, 4)).cast_count, int)
     assert_type(amp.OPT_LEVELS["O2"].opt_level, str)
     amp.load_state_dict(amp.state_dict())
     amp.reset()

@@ -375,7 +375,7 @@ def test_explain_prints_the_section_of_a_message(message, capsys):
     assert message in capsys.readouterr().out
 
 
-SAYS = re.compile(r"(logger|warnings)\.warn(ing)?|warn|self\.(say|log)")
+SAYS = re.compile(r"(logger|warnings)\.warn(ing)?|warn|self\.(log\.)?(say|log)")
 # Texts that others say for a function: what it returns or raises.
 TEXTS_OF = {"f'amp: x'": "message", "f'torch.nn.utils.x'": "refuse_to_clip"}
 

@@ -102,6 +102,23 @@ def test_no_module_imports_itself_in_the_end():
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules
 
 
+def test_the_table_of_files_is_the_tree():
+    """docs/find.md names each module in the row of its room, and nothing else."""
+    table = (ROOT / "docs" / "find.md").read_text().split("## Files")[1]
+    rows = re.findall(r"^\| `?(\w+)`? \| (.+) \|$", table, re.M)
+    tops = {"ampctx", "shared"}
+    named = {(room if room not in tops else "", name) for room, files in rows for name in re.findall(r"`(\w+)`", files)}
+    parts = [path.relative_to(ROOT / "ampctx").parts for path in (ROOT / "ampctx").rglob("*.py")]
+    assert named == {(*[""] * (2 - len(p)), *p[:-1], p[-1][:-3])[-2:] for p in parts if p[-1] != "__init__.py"}
+
+
+@pytest.mark.parametrize("page", ["design", "find"])
+def test_files_that_a_page_names_exist(page):
+    named = set(re.findall(r"`([\w.]+/[\w./]*)`", (ROOT / "docs" / f"{page}.md").read_text()))
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "ampctx" / name).exists()] == []
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -3,14 +3,12 @@
 ``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
-from ampctx.amp import hints
-from ampctx.amp.explain import CastCount, Explanation, OpCount
+from ampctx.amp.op_counts import CastCount, OpCount, OpReport
 from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.step_record import Culprit, History, StepOutcome
 
-AmpSession.watchers.append(lambda *facts: hints.Hints(*facts).leave)
 _default_session = AmpSession()
 
 initialize = _default_session.initialize
@@ -40,24 +38,24 @@ reset = _default_session.reset
 get_state_dict = _default_session.get_state_dict
 set_state_dict = _default_session.set_state_dict
 Stateful = _default_session.Stateful
-explain = _default_session.explain
+count_ops = _default_session.count_ops
 
 __all__ = [
     "OPT_LEVELS",
     "AmpSession",
     "CastCount",
     "Culprit",
-    "Explanation",
     "GradScaler",
     "History",
     "OpCount",
+    "OpReport",
     "PrecisionPolicy",
     "Stateful",
     "StepOutcome",
     "bfloat16_function",
     "check_ranks",
+    "count_ops",
     "disable_casts",
-    "explain",
     "float_function",
     "get_state_dict",
     "half_function",

@@ -16,7 +16,7 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp.options import PrecisionPolicy, modules_or_classes, resolve
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.casting import modules_in_fp32
-from ampctx.casts.fsdp_units import GIVEN, Unit, UnknownTorchError, units_of
+from ampctx.casts.fsdp_units import BY_US, Unit, UnknownTorchError, units_of
 from ampctx.casts.kept_modules import KeptModules, find_kept
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
@@ -110,9 +110,9 @@ def fully_shard(
         if is_fully_sharded(module):
             continue
         output = low if module in hand_over else None
-        given = fsdp.MixedPrecisionPolicy(output_dtype=output) if module in stays else policy
+        own = fsdp.MixedPrecisionPolicy(output_dtype=output) if module in stays else policy
         try:
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=own, **options)
         except ValueError as error:
             if not isinstance(module, ParametrizationList):
                 raise
@@ -120,7 +120,7 @@ def fully_shard(
                 f"fully_shard: torch {torch.__version__} takes no parametrization as a unit, and at {opt_level} they "
                 "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
             ) from error
-        GIVEN[module] = given, mesh
+        BY_US[module] = own, mesh
     lost = [name for name, p in model.named_parameters() if wanted.get(name, p.grad_dtype) != p.grad_dtype]
     if lost and is_rank_zero():
         warn(
@@ -151,15 +151,15 @@ def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Any:
 
 
 class Sharded(NamedTuple):
-    """What ``initialize`` does to a sharded model in place of casting it. ``kept``: fp32 modules that are units, and
-    hand their outputs over in 16 bits. ``casts_outputs``: the policy of the model itself has an ``output_dtype``; the
+    """A sharded model, whose weights torch casts. ``kept``: fp32 modules that are units, and hand their outputs over
+    in 16 bits. ``casts_outputs``: the policy of the model itself has an ``output_dtype``; the
     level's comes after it."""
 
     kept: list[nn.Module]
     casts_outputs: bool
 
 
-def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
+def checked(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
     """Checks the units of a model against the level: AmpError names what does not fit. None if the model has no units,
     or the level does not cast weights to 16 bits, or has to keep masters of none."""
     low = policy.input_dtype
@@ -191,14 +191,14 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
         if names := [name for name, p in unit.params.items() if not is_sharded(p)]:  # in ignored_params
             raise _in_no_unit(names[0], low)
         try:
-            given, dtypes, ranks_of = unit.given()
+            own, dtypes, ranks_of = unit.settings()
         except UnknownTorchError:
             text = f"ampctx cannot read the policy of {unit} in torch {torch.__version__}. Shard the model by:"
             raise _refused(text + _lines(wanted)[0]) from None
         meshes += [(unit, mesh) for mesh in ranks_of]
-        casts_outputs |= model in unit.modules and given.output_dtype is not None
-        if _is_16_bit(unit, given, dtypes, wanted, in_fp32, keeper):
-            sums += [(unit, given.reduce_dtype)] * bool(unit.params)
+        casts_outputs |= model in unit.modules and own.output_dtype is not None
+        if _is_16_bit(unit, own, dtypes, wanted, in_fp32, keeper):
+            sums += [(unit, own.reduce_dtype)] * bool(unit.params)
     for one, ranks, other, others in _different(meshes):
         raise _refused(
             f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
@@ -273,7 +273,7 @@ def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any, Unit, Any
 
 
 def _lines(wanted: Any) -> tuple[str, str]:
-    """What to write: a call for the whole model, or one for each unit."""
+    """Lines to write: a call for the whole model, or one for each unit."""
     level, module = "O2" if wanted.param_dtype == torch.float16 else "O5", "ampctx.distributed"
     return (
         f'\n    model = {module}.fully_shard(model, "{level}", mesh=mesh, units=[...])\n',

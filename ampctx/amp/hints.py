@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
-from ampctx._data_writes import message
-from ampctx._decorators import host_may_read
+from ampctx._decorators import host_may_read, outside_of_graphs
 from ampctx._errors import AmpError, listed
-from ampctx.amp.events import Events, logger
-from ampctx.amp.setup import finalizer
+from ampctx.amp.methods import finalizer
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.casts.functions import replace_function, shared
 from ampctx.kernels.ops import is_watched
@@ -33,40 +31,45 @@ _CLIPS = "_clip_grads_with_norm_"
 _watching = weakref.WeakSet["Hints"]()
 
 
-def _watched(original: Any) -> Any:
-    @functools.wraps(original)
-    def clip(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        for hints in () if is_watched() else list(_watching):
-            hints.clipping(parameters)
-        return original(parameters, *args, **kwargs)
-
-    return clip
-
-
 def _watch_clipping() -> Undo:
-    return replace_function(clip_grad, _CLIPS, _watched) if hasattr(clip_grad, _CLIPS) else lambda: None
+    def watched(original: Any) -> Any:
+        @functools.wraps(original)
+        def clip(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+            for hints in () if is_watched() else list(_watching):
+                hints.clipping(parameters)
+            return original(parameters, *args, **kwargs)
+
+        return clip
+
+    return replace_function(clip_grad, _CLIPS, watched) if hasattr(clip_grad, _CLIPS) else lambda: None
+
+
+@outside_of_graphs
+def tell(listening: list[Hints], what: str, *facts: Any) -> None:
+    """Calls the method ``what`` of each."""
+    for hints in tuple(listening):  # one may take itself off
+        getattr(hints, what)(*facts)
 
 
 class Hints:
-    """Listens to all events of the optimizers of one ``initialize``: to blocks and steps until each has made its first
-    steps. ``leave`` is the undo."""
+    """Looks at blocks and steps of the optimizers of one ``initialize``, until each has made its first steps.
 
-    def __init__(self, events: Events, bindings: list[Any], names: Any, scales: list[Any], say: Any) -> None:
-        self.names, self.moves, self.log = names, [scale.moves for scale in scales], say
+    ``listening``: where it is until ``leave``, for ``tell``. ``say``: as ``SkipLog.say``.
+    """
+
+    def __init__(self, listening: list[Hints], bindings: list[Any], names: Any, scales: list[Any], say: Any) -> None:
+        self.listening, self.names, self.log = listening, names, say
+        self.moves = [scale.moves for scale in scales]
+        self.unused = {i for i, moves in enumerate(self.moves) if moves}
+        self.until = FIRST_STEPS if len(scales) == 1 else ENOUGH_STEPS
         self.steps = weakref.WeakKeyDictionary[Any, int](dict.fromkeys(bindings, 0))
-        self.is_start, self.until = True, FIRST_STEPS if len(scales) == 1 else ENOUGH_STEPS
-        # The first binding of a block and its loss id, once a backward went through the scaled loss.
-        self.proved: set[tuple[int, int]] = set()
-        # Blocks that no backward is known of yet, and had no gradients when they began, as delayed ones leave.
+        self.is_start, self.in_blocks = True, weakref.WeakSet[Any]()
+        # Blocks without gradients when they began, as delayed ones leave, and without a backward through their loss.
         self.fresh = weakref.WeakSet[Any]()
-        self.in_blocks = weakref.WeakSet[Any]()
         # Those of which no step has changed a master yet, with what to compare at their next step.
         self.still = weakref.WeakKeyDictionary[Any, tuple](dict.fromkeys(bindings, ()))
         self.aside: dict[str, bytes] = {}
-        self.unused = {i for i, moves in enumerate(self.moves) if moves}
-        self.heard = [(name, heard, getattr(self, name)) for name, heard in vars(events).items()]
-        for _, heard, listener in self.heard:
-            heard.append(listener)
+        listening.append(self)
         _watching.add(self)
         self.unwatch = finalizer(self, shared.acquire(_CLIPS, _watch_clipping))
 
@@ -74,27 +77,25 @@ class Hints:
         """Once for each ``initialize``: a later one may make a mistake of its own."""
         self.log((kind, id(self)), message)
 
-    def leave(self, *names: str) -> None:
-        for name, heard, listener in self.heard:
-            if listener in heard and (name in names or not names):
-                heard.remove(listener)
-        if "left" in names or not names:
-            _watching.discard(self)
-            self.unwatch()
+    def leave(self) -> None:
+        if self in self.listening:
+            self.listening.remove(self)
+        _watching.discard(self)
+        self.unwatch()
 
     def entered(self, block: Any, scaled: Tensor) -> None:
+        """A block begins whose scale is not 1. ``scaled``: its loss times the scale."""
         if not any(binding in self.steps for binding in block.bindings):
             return
-        proved, loss = self.proved, _loss_of(block)
-        self.unused.discard(loss[1])
+        self.unused.discard(block.loss_id % len(block.bindings[0].loss_scales))
         self.in_blocks.update(block.bindings)
         if not self.is_start:
             return
         leaves = _leaves_of(block)
-        if scaled.requires_grad and loss not in proved:
-            scaled.register_hook(lambda grad: proved.add(loss))
-            if all(p.grad is None for p in leaves):
-                self.fresh.add(block)
+        if scaled.requires_grad and all(p.grad is None for p in leaves):
+            self.fresh.add(block)
+            fresh = self.fresh
+            scaled.register_hook(lambda grad: fresh.discard(block))
         hooked = {id(p) for p in leaves if _has_hooks(p)}
         if names := [f'"{n}"' for model in self.names.by_model() for n, p in model.items() if id(p) in hooked]:
             self.say(
@@ -104,9 +105,9 @@ class Hints:
                 "amp.master_params(optimizer). See docs/errors.md#see-gradients-multiplied-by-the-loss-scale.",
             )
 
-    def left(self, block: Any, scaled: Tensor) -> None:
-        is_new = block in self.fresh and _loss_of(block) not in self.proved
-        if is_new and any(p.grad is not None for p in _leaves_of(block)):
+    def left(self, block: Any) -> None:
+        """A block is about to unscale its gradients."""
+        if block in self.fresh and any(p.grad is not None for p in _leaves_of(block)):
             self.say(
                 "plain backward",
                 "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss. "
@@ -128,28 +129,30 @@ class Hints:
                 self.say("clip", f"torch.nn.utils.{error}")
 
     def stepping(self, binding: Any) -> None:
+        """A step, or an evaluation of its closure, is about to use its gradients, which are unscaled."""
         if binding not in self.steps:
             return
         self.steps[binding] += 1
         has_grads = binding.has_grads()
         if self.is_start:
-            self._look_at_gradients(binding, has_grads)
-            self._look_at_models(binding)
+            # Ids of the parameters of models that some optimizer steps.
+            beside = [masters.params_with_master for each in self.steps for masters in list(each.masters.beside)]
+            stepped = {id(p) for params in (*beside, *(each.model_params() for each in self.steps)) for p in params}
+            self._look_at_gradients(binding, has_grads, stepped)
+            self._look_at_models(stepped)
         if binding in self.still:
             self._look_at_masters(binding, has_grads)
         steps = min(self.steps.values())
-        if steps >= FIRST_STEPS:
-            if self.is_start and COPIES:
-                self._look_at_averages()
+        if self.is_start and steps >= FIRST_STEPS:
             self.is_start = False
-            self.leave("left")
+            if COPIES:
+                self._look_at_averages()
         if steps >= self.until:
             self._look_at_losses()
-            self.leave("entered")
             if not self.still or steps >= ENOUGH_STEPS:
-                self.leave("stepping")
+                self.leave()
 
-    def _look_at_gradients(self, binding: Any, has_grads: bool) -> None:
+    def _look_at_gradients(self, binding: Any, has_grads: bool, stepped: set[int]) -> None:
         call = f"{type(binding.optimizer).__name__}.step()"
         if not has_grads:
             self.say(
@@ -165,11 +168,10 @@ class Hints:
                 "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
                 "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
             )
-        stepped = _stepped_by(binding)
         found = {
             name: p
             for model in self.names.by_model()
-            # Not a model without any parameter in the optimizer, such as a teacher.
+            # Not a model without any parameter in an optimizer, such as a teacher.
             if not stepped.isdisjoint(map(id, model.values()))
             for name, p in model.items()
             if id(p) not in stepped and p.requires_grad and p.grad is not None
@@ -186,9 +188,8 @@ class Hints:
                 "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
             )
 
-    def _look_at_models(self, binding: Any) -> None:
+    def _look_at_models(self, stepped: set[int]) -> None:
         """At models in 16 bits without an optimizer, which may hold an average."""
-        stepped = _stepped_by(binding).union(id(p) for each in self.steps for p in each.params())
         idle = [model for model in self.names.by_model() if stepped.isdisjoint(map(id, model.values()))]
         params = {name: p for model in idle for name, p in model.items() if p.dtype in LOW_PRECISION}
         former, self.aside = self.aside, {name: marks([p]) for name, p in params.items()}
@@ -252,44 +253,10 @@ class Hints:
                 "See docs/errors.md#no-scale_loss-block-has-used-loss_id.",
             )
 
-    def skipped(self, scale: float, min_scale: float, skipped: int, steps: int) -> None:
-        # Some bad batches. Where most steps are skipped, the log of skips says what to look for.
-        if scale < 1.0 and not min_scale and 2 * skipped < steps:
-            self.log(
-                "small scale",
-                f"ampctx: the loss scale fell to {scale}, after {skipped} skips in {steps} steps. Below 1 it turns "
-                "small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches with "
-                "amp.outcome(optimizer).culprits. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
-                logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
-            )
-
-    def written(self, binding: Any, names: list[str]) -> None:
-        if binding in self.steps:
-            self.say("data", f"amp: {message(names)}")
-
-    def dropped(self, binding: Any, names: list[str]) -> None:
-        if binding in self.steps:
-            self.say(
-                f"dropped {names}",
-                f"{type(binding.optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
-                "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward.",
-            )
-
-
-def _loss_of(block: Any) -> tuple[int, int]:
-    first = block.bindings[0]
-    return id(first), block.loss_id % len(first.loss_scales)
-
 
 def _leaves_of(block: Any) -> list[Tensor]:
     """The parameters that the block's backward writes to."""
     return [p for binding in block.bindings for p in binding.masters.leaves]
-
-
-def _stepped_by(binding: Any) -> set[int]:
-    """Ids of the model's parameters that it steps, and of all that have a master."""
-    with_masters = (p for masters in list(binding.masters.beside) for p in masters.params_with_master)
-    return {id(p) for p in (*binding.model_params(), *with_masters)}
 
 
 def _has_hooks(p: Tensor) -> bool:

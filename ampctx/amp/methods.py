@@ -97,6 +97,13 @@ def weak_method(method: Any) -> Callable[..., Any]:
     return call
 
 
+def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Runs ``action`` once: when called, or when ``owner`` is gone, in the thread that drops the last reference."""
+    once = weakref.finalize(owner, action)
+    once.atexit = False
+    return once
+
+
 # --- callers, of which no hook tells ----------------------------------------------------------------------------------
 
 # Its functions name parameters by the model, which lacks amp's masters. Where an optimizer has no state yet, they make

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 # Private in contextlib: the class that ``contextmanager`` returns. The decorator cannot be given a subclass of it.
 from contextlib import _GeneratorContextManager
@@ -24,7 +24,7 @@ from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
 
 
 class LossBlock(_GeneratorContextManager):
-    """What ``scale_loss`` returns, for one ``with``. Using it as a loss raises an error that names the fix."""
+    """The return value of ``scale_loss``, for one ``with``. Using it as a loss raises an error that names the fix."""
 
     def _refuse(self, error: type[Exception], use: str) -> NoReturn:
         raise error(
@@ -103,7 +103,7 @@ MARKS = 16
 
 
 class LeftGrads:
-    """The scaled gradients that blocks over other optimizers have left in one optimizer's parameters without masters.
+    """Scaled gradients that blocks over other optimizers have left in one optimizer's parameters without masters.
 
     Known by identity and version, and held weakly. Reading one is a host sync: only on the way to an error, or where a
     loop zeroes gradients through ``.data``, which versions do not count.
@@ -119,8 +119,9 @@ class LeftGrads:
         self.marks, self.joined = {}, []
 
     def watch(self, params: list[Tensor], has_masters: bool) -> Callable[[set[int]], None]:
-        """Begins a block of others. The returned function ends it: it marks the gradients that the block has written,
-        but those of the given ids, which it unscales. With masters it drops them, as of 16-bit weights."""
+        """Call when a block over other optimizers begins; call the result when it ends, with the ids of the parameters
+        that it unscales. Marks the gradients that the block has left in ``params``, or drops them with masters, as of
+        16-bit weights."""
         formers, blocks = list(map(grad_of, params)), self._blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
 
@@ -145,34 +146,33 @@ class LeftGrads:
         if is_first:
             self.joined = self._untouched(params) if self.marks else []
 
-    def block_ends(self, optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
+    def block_ends(self, binding: Any) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. It may call ``zero_grad()`` first."""
         found, self.joined = self.joined, []
-        self._refuse(found, optimizer, names, "and this block would add its own to them")
+        self._refuse(found, binding, "and this block would add its own to them")
 
-    def step_begins(self, params: list[Tensor], optimizer: Any, names: Callable[[], Mapping[int, str]]) -> None:
-        self._refuse(self._untouched(params), optimizer, names, "and this step would use them as unscaled ones")
+    def step_begins(self, binding: Any) -> None:
+        found = self._untouched(binding.masters.params_without_master)
+        self._refuse(found, binding, "and this step would use them as unscaled ones")
 
     def _untouched(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of the marks whose gradient is there unchanged. Forgets the others. No host sync."""
-        found = []
-        for p in [p for p in params if id(p) in self.marks]:
-            reference, version = self.marks[id(p)]
-            if (g := p.grad) is not None and reference() is g and version_of(g) == version:
-                found.append((p, g))
+        marked = [(p, p.grad, *self.marks[id(p)]) for p in params if id(p) in self.marks and p.grad is not None]
+        found = [(p, g) for p, g, marked_grad, version in marked if marked_grad() is g and version_of(g) == version]
         self.marks = {id(p): self.marks[id(p)] for p, _ in found}
         return found
 
-    def _refuse(self, found: list, optimizer: Any, names: Callable[[], Mapping[int, str]], why: str) -> None:
+    def _refuse(self, found: list[tuple[Tensor, Tensor]], binding: Any, why: str) -> None:
         if not found or not host_may_read():
             return
         if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
             return self.zeroed()
+        names = binding.names_by_id()
         raise AmpError(
-            f"{type(optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled gradients in "
-            f"{listed(names()[id(p)] for p, _ in found)}, {why}. Name every optimizer that the "
-            "backward reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before "
-            "its own backward. See docs/errors.md#has-left-scaled-gradients-in."
+            f"{type(binding.optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled "
+            f"gradients in {listed(names[id(p)] for p, _ in found)}, {why}. Name every optimizer that the backward "
+            "reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before its own "
+            "backward. See docs/errors.md#has-left-scaled-gradients-in."
         )
 
 
@@ -185,40 +185,38 @@ def _version(grad: Tensor | None) -> int | None:
 
 
 class OwnThread:
-    """The threads of one session: the one that casts per op, and the one of the open ``scale_loss`` blocks."""
+    """The thread that casts per op, and those of the open ``scale_loss`` blocks, of one session."""
 
     def __init__(self) -> None:
-        self._of_casts: threading.Thread | None = None
+        self.of_casts: threading.Thread | None = None
         self._of_blocks: list[threading.Thread] = []
-
-    def claim_casts(self) -> None:
-        self._of_casts = threading.current_thread()
 
     def check(self, name: str, casts_on: bool) -> None:
         """Raises AmpError if active casts or an open block belong to another thread that is alive."""
         here = threading.current_thread()
-        casts = self._of_casts
-        if casts_on and casts is not None and casts is not here and casts.is_alive():
-            raise AmpError(
-                f"amp.{name} was called in thread {here.name!r}, but amp.initialize switched on the casts of O1/O4 in "
-                f"thread {casts.name!r}. torch's autocast belongs to a thread. Call amp.initialize, amp.scale_loss and "
-                "amp.reset in the thread that trains. Forward passes may run in any thread."
-            )
         self._of_blocks[:] = [thread for thread in self._of_blocks if thread.is_alive()]
-        blocks = next(iter(self._of_blocks), here)
-        if blocks is not here:
-            raise AmpError(
-                f"amp.{name} was called in thread {here.name!r}, but a scale_loss block of the same session is open in "
-                f"thread {blocks.name!r}. ampctx cannot tell their gradients apart. Leave that block first, or give "
-                "each thread its own AmpSession."
+        blocks, casts = next(iter(self._of_blocks), here), self.of_casts or here
+        why = ""
+        if casts_on and casts is not here and casts.is_alive():
+            why = (
+                f"amp.initialize switched on the casts of O1/O4 in thread {casts.name!r}. torch's autocast belongs to "
+                "a thread. Call amp.initialize, amp.scale_loss and amp.reset in the thread that trains. Forward passes "
+                "may run in any thread."
             )
+        elif blocks is not here:
+            why = (
+                f"a scale_loss block of the same session is open in thread {blocks.name!r}. ampctx cannot tell their "
+                "gradients apart. Leave that block first, or give each thread its own AmpSession."
+            )
+        if why:
+            raise AmpError(f"amp.{name} was called in thread {here.name!r}, but {why}")
 
     def enter_block(self, casts_on: bool) -> None:
         """Notes that a block begins in this thread. Raises like ``check``; call ``leave_block`` in any case."""
         # No lock: an interrupt could leave it locked. If two threads come at once, the first one recorded stays.
         here = threading.current_thread()
         self._of_blocks.append(here)
-        if self._of_blocks[0] is not here or (casts_on and self._of_casts is not here):
+        if self._of_blocks[0] is not here or (casts_on and self.of_casts is not here):
             self.check("scale_loss", casts_on)
 
     def leave_block(self) -> None:

@@ -130,7 +130,7 @@ def set_state_dict(
 
 
 class Stateful:
-    """What ``AmpSession.Stateful`` returns: torch.distributed.checkpoint's protocol of that name."""
+    """The return value of ``AmpSession.Stateful``: torch.distributed.checkpoint's protocol of that name."""
 
     def __init__(self, session: Any, model: nn.Module, optimizers: Any, options: Mapping[str, Any]) -> None:
         self._session, self._of, self._options = session, (model, optimizers), dict(options)

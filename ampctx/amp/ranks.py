@@ -71,7 +71,7 @@ def check_initialize(models: Any, optimizers: Any, facts: Sequence[Fact], policy
     group is one all_reduce, in which every rank must take part. Host sync."""
     if group is not None:
         check(facts, [group], "amp.initialize")
-    modules, stepped = (given if isinstance(given, list) else [given] for given in (models, optimizers))
+    modules, stepped = (some if isinstance(some, list) else [some] for some in (models, optimizers))
     grids = grids_of(p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters())
     for grid in dict.fromkeys(grids.values()):
         meshes = {mesh for mesh, of_one in grids.items() if of_one is grid}
@@ -84,7 +84,7 @@ def check_scales(session: Any, group: Any, call: str) -> None:
 
 
 def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
-    """What all ranks that skip together have in common. Host sync."""
+    """Facts that all ranks that skip together have in common: of the scales. Host sync."""
     states = [(scale.state_dict(), scale) for scale in loss_scales]
     scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in states]
     shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
@@ -107,7 +107,7 @@ def of_options(policy: PrecisionPolicy) -> Fact:
 
 
 def of_optimizers(optimizers: Iterable[Any], meshes: Collection[Any] | None = None) -> list[Fact]:
-    """Of all parameters that optimizers have, or of the DTensors on ``meshes``."""
+    """Facts that ranks compare: names, shapes and options of all parameters, or of the DTensors on ``meshes``."""
     found, shapes = list[str](), list[str]()
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:
-    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model."""
+    """Facts that ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model."""
     for binding in bindings:
         if binding.gradients.is_idle:
             binding.refresh()

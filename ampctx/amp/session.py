@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError
-from ampctx.amp import explain, export, misuse, named_state, ranks, setup, state
-from ampctx.amp.events import Events, SkipLog, tell
+from ampctx.amp import export, misuse, named_state, op_counts, ranks, setup, state
+from ampctx.amp.hints import Hints, tell
+from ampctx.amp.log import SkipLog
 from ampctx.amp.options import PrecisionPolicy, summary
 from ampctx.amp.setup import is_optimizer
 from ampctx.amp.step import OptimizerBinding
@@ -89,10 +90,6 @@ class AmpSession(FunctionCasts):
         allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
-    # ``initialize`` calls these with the session's events, bindings, names of parameters, scales, and ``SkipLog.say``.
-    # They return an undo. ``ampctx.amp`` adds ``hints``.
-    watchers: ClassVar[list[Callable[..., Undo]]] = []
-
     def __init__(self) -> None:
         self.policy: PrecisionPolicy | None = None
         self.loss_scales: list[LossScale] = []
@@ -103,8 +100,8 @@ class AmpSession(FunctionCasts):
         self._masters = weakref.WeakSet[MasterParams]()
         # Flags of blocks that left the update of their scale to a later block.
         self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
-        self._events = Events()
-        self._log = SkipLog(self._deferred, self._events)
+        self._hints: list[Hints] = []
+        self._log = SkipLog(self._deferred)
         # Whether the latest loaded state had no masters, and a warning about that may be due. None: it has come.
         self._lacks_masters: bool | None = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -141,7 +138,7 @@ class AmpSession(FunctionCasts):
     state_dict, load_state_dict = state.state_dict, state.load_state_dict
     get_state_dict, set_state_dict = named_state.get_state_dict, named_state.set_state_dict
     Stateful = named_state.stateful
-    explain = staticmethod(explain.explain)
+    count_ops = staticmethod(op_counts.count_ops)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -221,8 +218,8 @@ class AmpSession(FunctionCasts):
                     # not begun yet, and would not clean up.
                     if isinstance(block.factor, PerDevice):
                         wide = torch.mul(wide, block.factor.on(loss.device))
-                        if self._events.entered and (block.scale.moves or block.scale.init_scale != 1.0):
-                            tell(self._events.entered, block, wide)
+                        if self._hints and (block.scale.moves or block.scale.init_scale != 1.0):
+                            tell(self._hints, "entered", block, wide)
                     yield wide
                 finally:
                     # As in apex, optimizers that the block does not name get nothing of its backward.
@@ -233,9 +230,9 @@ class AmpSession(FunctionCasts):
                         note({id(p) for binding in block.bindings for p in binding.masters.params_without_master})
             for binding in block.bindings:
                 if binding.left_grads.joined:
-                    binding.left_grads.block_ends(binding.optimizer, binding.names_by_id)
-            if self._events.left:
-                tell(self._events.left, block, wide)
+                    binding.left_grads.block_ends(binding)
+            if self._hints:
+                tell(self._hints, "left", block)
             self._leave(block)
         except BaseException as error:
             block.abandon()

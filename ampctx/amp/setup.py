@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,7 +21,8 @@ from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
 from ampctx.amp import fully_sharded, misuse, ranks, split
 from ampctx.amp.fully_sharded import Sharded
-from ampctx.amp.methods import weak_method
+from ampctx.amp.hints import Hints
+from ampctx.amp.methods import finalizer, weak_method
 from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
@@ -114,8 +116,8 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
 def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> None:
     """Raises AmpError for a parameter that is none of the models' and lies in their memory, such as one flat buffer."""
 
-    def place(p: Tensor) -> tuple[int, int, int]:
-        """Of its storage, its begin and its end."""
+    def memory_of(p: Tensor) -> tuple[int, int, int]:
+        """(storage address, first byte, end), to find tensors that share memory."""
         if type(p) is not nn.Parameter or not (at := p.data_ptr()):
             return 0, 0, 0
         return p.untyped_storage().data_ptr(), at, at + p.nbytes
@@ -123,14 +125,14 @@ def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> Non
     of_models = {p: name for model in models for name, p in model.named_parameters()}
     places = defaultdict[int, list](list)
     for p, name in of_models.items():
-        storage, *ends = place(p)
+        storage, *ends = memory_of(p)
         places[storage].append((*ends, name))
     places.pop(0, None)
     for i, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
         members = [(p, g, j) for g, group in enumerate(groups) for j, p in enumerate(group["params"])]
         for p, g, j in (member for member in members if member[0] not in of_models):
-            storage, begin, end = place(p)
+            storage, begin, end = memory_of(p)
             if shared := [name for first, last, name in places.get(storage, ()) if max(begin, first) < min(end, last)]:
                 raise AmpError(
                     f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
@@ -220,13 +222,6 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
         undo.callback(
             refuse_replaced(model, lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())])
         )
-
-
-def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """Runs ``action`` once: when called, or when ``owner`` is gone, in the thread that drops the last reference."""
-    once = weakref.finalize(owner, action)
-    once.atexit = False
-    return once
 
 
 # --- initialize ------------------------------------------------------------------------------------------------------
@@ -363,8 +358,8 @@ def initialize(
     kept = find_kept(model_list, policy.keep_fp32)
     if policy.input_dtype in LOW_PRECISION:
         kept = with_tables(kept, model_list)
-    plans = [(model, fully_sharded.plan(model, policy, kept)) for model in model_list]
-    sharded = {model: plan for model, plan in plans if plan is not None}
+    found = [(model, fully_sharded.checked(model, policy, kept)) for model in model_list]
+    sharded = {model: units for model, units in found if units is not None}
     if policy.master_weights == "split":
         split.check(optimizer_list, session._bindings)
     policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
@@ -405,13 +400,12 @@ def initialize(
             steps = StepRecord(
                 limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
             )
-            bound[optimizer] = OptimizerBinding(
-                optimizer, masters, scales, session._casts, steps, names, session._events
-            )
+            told = session._hints, session._log
+            bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *told)
             undo.callback(weak_method(bound[optimizer].release))
         watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
-        for watch in session.watchers if verbosity > 0 else ():  # which only log
-            undo.callback(watch(session._events, list(bound.values()), names, scales, session._log.say))
+        if verbosity > 0:
+            undo.callback(Hints(session._hints, list(bound.values()), names, scales, session._log.say).leave)
         if policy.autocast_dtype is not None:
             is_safe = "binary_cross_entropy" in policy.ops_fp32  # else autocast refuses it in 16 bits
             autocast = Autocast(model_list, policy.autocast_dtype, allow_banned=is_safe)
@@ -460,6 +454,6 @@ def cast_ops(session: Any, autocast: Autocast) -> Undo:
         stack.callback(session.cast_registered())
         # Runs at the latest when the session is garbage-collected.
         undo = finalizer(session, stack.pop_all().close)
-    session._thread.claim_casts()
+    session._thread.of_casts = threading.current_thread()
     session._casts.add(autocast, undo)
     return undo

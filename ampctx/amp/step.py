@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._data_writes import message
 from ampctx._decorators import outside_of_graphs, without_grad
-from ampctx._errors import AmpError
+from ampctx._errors import AmpError, listed
 from ampctx.amp import closures
-from ampctx.amp.events import Events, tell
+from ampctx.amp.hints import Hints, tell
+from ampctx.amp.log import SkipLog
 from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
 from ampctx.amp.misuse import LeftGrads
 from ampctx.casts.model_watch import ParameterNames
@@ -116,11 +118,12 @@ class OptimizerBinding:
         casts: CastSwitch,
         steps: StepRecord,
         names: ParameterNames,
-        events: Events,
+        hints: list[Hints],
+        log: SkipLog,
     ) -> None:
         self.masters, self.gradients, self.loss_scales = masters, Frames(masters), loss_scales
         self.flags, self.steps, self.casts = FoundInfFlags(), steps, casts
-        self.events, self.left_grads = events, LeftGrads()
+        self.hints, self.log, self.left_grads = hints, log, LeftGrads()
         # A GradScaler scales for the optimizer. A loop that uses one does so from the first steps.
         self.by_scaler, self._first_steps = False, 2
         self.inside = self.released = self.first_step_skipped = False
@@ -268,7 +271,11 @@ class OptimizerBinding:
             self.masters.follow(drop)
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
-                tell(self.events.dropped, self, names)
+                self.log.say(
+                    ("dropped", *names),
+                    f"{type(self.optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
+                    "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward.",
+                )
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.params()), torch.device("cpu"))
@@ -285,8 +292,8 @@ class OptimizerBinding:
             self._catch_up(weights_final=True, before_step=True)
         if len(LOADED):
             LOADED.clear()
-        if self.events.written and (names := self.masters.written_through_data()):
-            tell(self.events.written, self, names)
+        if self.log.verbosity > 0 and (names := self.masters.written_through_data()):
+            self.log.say(("data", id(self)), f"amp: {message(names)}")
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
@@ -300,15 +307,15 @@ class OptimizerBinding:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
-        if self.events.stepping and not before_closure:
-            tell(self.events.stepping, self)
+        if self.hints and not before_closure:
+            tell(self.hints, "stepping", self)
 
     def check_misuse(self, has_closure: bool = False) -> None:
         """Raises AmpError if an enabled GradScaler steps an optimizer with masters, another block has left scaled
         gradients, or the model has other parameters by now. ``has_closure``: it may zero gradients first."""
         if self.left_grads.marks and not has_closure:
             self.follow_groups()
-            self.left_grads.step_begins(self.masters.params_without_master, self.optimizer, self.names_by_id)
+            self.left_grads.step_begins(self)
         if self._first_steps:
             self._first_steps -= 1
             if called_by_grad_scaler():

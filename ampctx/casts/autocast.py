@@ -201,11 +201,11 @@ class ForwardHook(ModelHook):
         self._autocast = None if autocast is None else weakref.ref(autocast)
         self._act = act
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
         autocast = None if self._autocast is None else self._autocast()
         if autocast is None or self._act is None or not autocast.enabled:
             return None
-        return self._act(autocast, module, *given)
+        return self._act(autocast, module, *args)
 
     def __deepcopy__(self, memo: Any) -> ForwardHook:
         return self
@@ -312,7 +312,7 @@ class Autocast:
             wanted[d] = now[d] if on and dtype == self.dtype else self._wanted(d)
         return now, wanted
 
-    def begin_uncast(self, module: nn.Module, *given: Any) -> tuple:
+    def begin_uncast(self, module: nn.Module, *args: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
         if not torch.compiler.is_compiling():
             self._end_interrupted()
@@ -321,7 +321,7 @@ class Autocast:
         # Exiting torch.autocast would clear the cache of cast weights.
         for d in self.device_types:
             torch.set_autocast_enabled(d, False)
-        return tuple(map_leaves(values, widen) for values in given)
+        return tuple(map_leaves(values, widen) for values in args)
 
     def end_uncast(self, *_: Any) -> None:
         if self._thread.uncast:

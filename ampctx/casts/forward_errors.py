@@ -25,7 +25,7 @@ _CURES = (
 
 
 def _cure(error: BaseException | None) -> str | None:
-    """What to write against an error of torch's about dtypes, which can take a note and has none yet."""
+    """The fix for an error of torch's about dtypes, which can take a note and has none yet."""
     if not hasattr(error, "add_note") or isinstance(error, AmpError) or hasattr(error, "__notes__"):  # Python 3.10
         return None
     cures = _CURES if isinstance(error, (RuntimeError, TypeError)) else ()
@@ -45,14 +45,14 @@ def note_dtypes(model: nn.Module, low: torch.dtype, has_low_weights: bool) -> No
     if found is None:  # an error of others, which handle it now
         return
     name = names[id(found)]
-    place = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
+    which = f'"{name}" ({type(found).__name__})' if name else type(found).__name__
     kept = f'Or keep the module in fp32: keep_fp32="{name}". ' if name else ""
     params = list(model.parameters()) if has_low_weights else ()
     if params and all(type(p) is nn.Parameter and p.dtype != low for p in params):  # no DTensors
         now, kept = str(params[0].dtype).removeprefix("torch."), ""
         cure = f"But weights are {now} now: converted after amp.initialize. Use amp.master_model(model)."
     error.add_note(
-        f"ampctx: {place} computes in {str(low).removeprefix('torch.')}. {cure} {kept}"
+        f"ampctx: {which} computes in {str(low).removeprefix('torch.')}. {cure} {kept}"
         "See docs/errors.md#expected-scalar-type-half-but-found-float."
     )
 

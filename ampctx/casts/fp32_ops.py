@@ -78,13 +78,13 @@ def op_names(ops_fp32: Sequence[str | Callable]) -> tuple[str, ...]:
 
 def _name(op: str | Callable) -> str:
     if isinstance(op, str):
-        given = repr(op)
+        asked = repr(op)
         prefix, _, name = op.rpartition(".")
         prefixes = {prefix, f"torch.{prefix}", {"F": "torch.nn.functional"}.get(prefix, prefix)}
         spaces = [s for key, s in _NAMESPACES.items() if not prefix or key in prefixes]
         spaces += [Tensor] if prefix and "torch.Tensor" in prefixes else []
     else:
-        given, name, prefix = f"function {getattr(op, '__name__', op)!r}", _name_of(op), ""
+        asked, name, prefix = f"function {getattr(op, '__name__', op)!r}", _name_of(op), ""
         spaces = list(_NAMESPACES.values())
     if _is_in_place(name) and (not prefix or "torch.Tensor" in prefixes):
         return name
@@ -92,13 +92,13 @@ def _name(op: str | Callable) -> str:
     if name not in known or not any(_function(space, name) for space in spaces):
         near = difflib.get_close_matches(name, known)
         raise AmpValueError(
-            f"ops_fp32: {given} is no function of {', '.join(_NAMESPACES)}. "
+            f"ops_fp32: {asked} is no function of {', '.join(_NAMESPACES)}. "
             + (f"Similar names: {', '.join(map(repr, near))}. " if near else "")
             + ("" if isinstance(op, str) else "For your own functions use amp.float_function.")
         )
     if name in _WRITE_ARGUMENTS:
         raise AmpValueError(
-            f"ops_fp32: {given} may write into its arguments, which would be fp32 copies, so the writes would be lost. "
+            f"ops_fp32: {asked} may write into its arguments, which would be fp32 copies, so the writes would be lost. "
             "Name the modules that call it in keep_fp32."
         )
     return name
@@ -149,16 +149,16 @@ def _call_in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any], _: bool) ->
 
 
 def _call_in_place(fn: Callable, args: tuple, kwargs: dict[str, Any], now: bool) -> Any:
-    """As ``_call_in_fp32``, for a function that writes its first argument. In 16 bits that takes the rounded result."""
+    """``_call_in_fp32`` for a function that writes its first argument. In 16 bits that takes the rounded result."""
     target = args[0] if args else kwargs["input"]
     result = _call_in_fp32(fn, args, kwargs, now)
     return target.copy_(result) if target.dtype in LOW_PRECISION else target
 
 
-def _in_fp32(place: tuple[Any, str], fn: Callable) -> Callable:
+def _in_fp32(function: tuple[Any, str], fn: Callable) -> Callable:
     # Other code may still hold the wrapper after the last user is gone, so it asks ``shared`` at each call.
-    call = _call_in_place if _is_in_place(place[1]) else _call_in_fp32
-    replacement = cast_function(fn, lambda: True if place in shared else None, call)
+    call = _call_in_place if _is_in_place(function[1]) else _call_in_fp32
+    replacement = cast_function(fn, lambda: True if function in shared else None, call)
     if not isinstance(fn, types.MethodDescriptorType):
         # dynamo then puts calls into its graph, as it does for torch's functions. (It records methods by name.) The
         # original needs it too: dynamo looks up torch's functions once, maybe while one is replaced.
@@ -175,11 +175,11 @@ def install_fp32_ops(names: Iterable[str]) -> Undo:
     Args:
         names: from ``op_names``.
     """
-    places = [(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
-    places += [(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
+    functions = [(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
+    functions += [(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
     with ExitStack() as stack:
-        for place in dict.fromkeys(places):
-            if _function(*place) is not None:
-                replace = functools.partial(replace_function, *place, functools.partial(_in_fp32, place))
-                stack.callback(shared.acquire(place, replace))
+        for function in dict.fromkeys(functions):
+            if _function(*function) is not None:
+                replace = functools.partial(replace_function, *function, functools.partial(_in_fp32, function))
+                stack.callback(shared.acquire(function, replace))
         return stack.pop_all().close

@@ -20,8 +20,8 @@ from ampctx.kernels.sharding import is_fully_sharded
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# The policy and the mesh that ampctx itself has given, for a torch that keeps them elsewhere.
-GIVEN: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
+# The policy and the mesh of calls by ampctx itself, for a torch that keeps them elsewhere.
+BY_US: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
 
 
 class UnknownTorchError(Exception):
@@ -30,7 +30,7 @@ class UnknownTorchError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one call of ``fully_shard`` covers.
+    """The modules and parameters that one call of ``fully_shard`` covers.
 
     Attributes:
         name: of its first module in the model, without the "_orig_mod" of torch.compile; "" for the model itself.
@@ -45,8 +45,8 @@ class Unit:
     def __str__(self) -> str:
         return f'the unit "{self.name}"' if self.name else "the unit of the model itself"
 
-    def given(self) -> tuple[MixedPrecisionPolicy, dict[str, torch.dtype | None], list[Any]]:
-        """What ``fully_shard`` was given. Raises UnknownTorchError.
+    def settings(self) -> tuple[MixedPrecisionPolicy, dict[str, torch.dtype | None], list[Any]]:
+        """Reads the arguments of ``fully_shard``. Raises UnknownTorchError.
 
         Returns:
             The policy; the dtype that it casts each parameter to, or None; the ranks of each data-parallel mesh, which
@@ -65,9 +65,9 @@ class Unit:
             # From torch 2.15 on, a policy may have exceptions.
             own = {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in sharded}
         except UnknownTorchError:
-            if self.modules[0] not in GIVEN:
+            if self.modules[0] not in BY_US:
                 raise
-            (policy, mesh), own = GIVEN[self.modules[0]], {}
+            (policy, mesh), own = BY_US[self.modules[0]], {}
             meshes = [] if mesh is None else [mesh.mesh.tolist()]
         dtypes = {name: own.get(id(p), policy.param_dtype) for name, p in self.params.items()}
         return policy, dtypes, meshes

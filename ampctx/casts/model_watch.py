@@ -45,10 +45,10 @@ class ParameterNames:
         """Names by the id of the parameter. ``model_of`` maps masters to model parameters."""
         names: dict[int, str] = {}
         for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
-            given = group.get("param_names")
+            own_names = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                place = given[i] if given and i < len(given) else f"{PLACE}{g}][{i}]"
-                names[id((model_of or {}).get(p, p))] = place
+                name = own_names[i] if own_names and i < len(own_names) else f"{PLACE}{g}][{i}]"
+                names[id((model_of or {}).get(p, p))] = name
         names.update((id(p), name) for name, p in self._of_models())
         return names
 

@@ -65,7 +65,7 @@ class AmpAccelerator(Accelerator):
         super().clip_grad_value_([self._amp_masters.get(id(p), p) for p in parameters], clip_value)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As of ``Accelerator``. Ends with ``amp.reset()``: weights are fp32 again."""
+        """``Accelerator``'s. Ends with ``amp.reset()``: weights are fp32 again."""
         self._amp_optimizers.clear()
         amp.reset()
         return super().free_memory(*objects)

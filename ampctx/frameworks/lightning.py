@@ -91,7 +91,7 @@ class AmpFabric(Fabric):
         raise AmpError("AmpFabric.setup_optimizers: pass the optimizers to fabric.setup, together with their model")
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """As of ``Fabric``. ``model``: where several were set up, the one whose optimizers this backward is for."""
+        """``Fabric``'s. ``model``: where several were set up, the one whose optimizers this backward is for."""
         if model is not None and model not in self._amp_optimizers:
             raise AmpValueError("AmpFabric.backward: model is none that fabric.setup has returned with optimizers")
         chosen = self._amp_optimizers.values() if model is None else [self._amp_optimizers[model]]
@@ -100,7 +100,7 @@ class AmpFabric(Fabric):
 
     @contextmanager
     def no_backward_sync(self, module: Any, enabled: bool = True) -> Generator[None, None, None]:
-        """As of ``Fabric``; gradients of these micro-batches stay scaled until the last one."""
+        """``Fabric``'s; gradients of these micro-batches stay scaled until the last one."""
         former, self._amp_delay = self._amp_delay, enabled
         try:
             with super().no_backward_sync(module, enabled):
@@ -109,7 +109,7 @@ class AmpFabric(Fabric):
             self._amp_delay = former
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """As of ``Fabric``, without an error by default: amp skips the step on inf and nan."""
+        """``Fabric``'s, without an error by default: amp skips the step on inf and nan."""
         if len(args) < 6:  # error_if_nonfinite is the last
             kwargs.setdefault("error_if_nonfinite", False)
         return super().clip_gradients(*args, **kwargs)

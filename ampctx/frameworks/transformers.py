@@ -42,12 +42,12 @@ class AmpTrainer(Trainer):
         accelerator.backward, accelerator.clip_grad_norm_ = scaled_backward, clip
 
     def create_optimizer(self, *args: Any) -> Any:  # transformers 5 may pass a model
-        given = optimizer = super().create_optimizer(*args)
+        prepared = optimizer = super().create_optimizer(*args)
         while isinstance(optimizer, AcceleratedOptimizer):  # of an earlier run
             optimizer = optimizer.optimizer
         amp.reset()  # auto_find_batch_size begins again
         amp.initialize(self.model, optimizer, opt_level=self.opt_level, **self.amp_options)
-        return given
+        return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:

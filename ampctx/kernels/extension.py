@@ -131,7 +131,7 @@ def _warn(where: str, reason: str) -> None:
 
 
 def _hint(path: Path) -> str:
-    """What to do about a missing library. In a checkout, Python imports its sources before the installed package."""
+    """The fix for a missing library. In a checkout, Python imports its sources before the installed package."""
     places = (Path(str(found.locate_file("ampctx"))) for found in metadata.distributions(name="ampctx"))
     for place in places if path == LIBRARY else ():
         if place != path.parent and (place / path.name).exists():

@@ -59,7 +59,7 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow_current(self) -> None:
-        """Later copies come after what the current stream has been given so far. No host sync."""
+        """Lets later copies come after the work of the current stream so far. No host sync."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -71,7 +71,7 @@ class Lane:
             to.copy_(source, non_blocking=True)
 
     def be_followed(self) -> None:
-        """What the current stream is given from now on comes after the copies so far. No host sync."""
+        """Lets later work of the current stream come after the copies so far. No host sync."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

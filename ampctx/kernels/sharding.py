@@ -91,12 +91,12 @@ def is_split(t: Any) -> bool:
 
 
 def part_number(t: Any) -> int:
-    """Which part of a DTensor this rank has: 0 for whole tensors. Ranks that hold the same part agree."""
+    """The number of this rank's part of a DTensor: 0 for whole tensors. Ranks that hold the same part agree."""
     number = 0
     if is_split(t) and (places := t.device_mesh.get_coordinate()) is not None:
-        for size, place, placement in zip(t.device_mesh.shape, places, t.placements, strict=True):
+        for size, index, placement in zip(t.device_mesh.shape, places, t.placements, strict=True):
             if not placement.is_replicate():
-                number = number * size + place
+                number = number * size + index
     return number
 
 
@@ -290,8 +290,8 @@ def _add_up(pending: list[tuple[Any, Any]], grid: Grid) -> None:
         if grad is None:
             have_one[i].zero_()
         with named_collective(call, grid.groups[0], has):
-            given = _zeros_like(p, *_ARRIVES_AS[p]) if grad is None else grad
-            sums.append(given.redistribute(p.device_mesh, p.placements))
+            here = _zeros_like(p, *_ARRIVES_AS[p]) if grad is None else grad
+            sums.append(here.redistribute(p.device_mesh, p.placements))
             _part(sums[-1])
     grid.reduce(have_one, torch.distributed.ReduceOp.SUM, call, has)
     some_are_missing = any(grad is None for _, grad in pending)

@@ -181,8 +181,8 @@ class LARC:
             wrote(grads)
 
     def _adapt_alike(self, group: Group, decay: float, lists: Any, found_inf: Tensor | None, inv_scale: Factor) -> None:
-        """Of one device and dtype. ``lists``: gradients, parameters, and the norms of both where ranks have joined
-        them."""
+        """Adapts gradients of one device and dtype. ``lists``: gradients, parameters, and the norms of both where ranks
+        have joined them."""
         grads, params, *norms = lists
         dtype, device = compute_dtype(*grads, *params), grads[0].device
 

@@ -206,7 +206,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                 follow(p, state, {})
 
     def layout_of(self, p: Tensor) -> str:
-        """As of ``FusedOptimizer``, for states by names."""
+        """``FusedOptimizer``'s, for states by names."""
         return "split" if p.dtype == torch.bfloat16 else "nearest"
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the state of a 16-bit parameter keeps of its fp32 weight, beyond the 16 bits of the parameter."""
+"""The part of an fp32 weight that the state of its 16-bit parameter keeps, beyond the 16 bits of the parameter."""
 
 from __future__ import annotations
 

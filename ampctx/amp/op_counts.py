@@ -1,4 +1,4 @@
-"""``amp.explain``: the dtypes of every op in a forward, its casts, and products that cannot use tensor cores.
+"""``amp.count_ops``: the dtypes of every op in a forward, its casts, and products that cannot use tensor cores.
 
 A ``TorchDispatchMode`` records the ops that reach torch's kernels, after autocast.
 """
@@ -56,8 +56,8 @@ class CastCount(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
-    """The result of ``amp.explain``. ``print`` shows it as a table; programs use the fields.
+class OpReport:
+    """The result of ``amp.count_ops``. ``print`` shows it as a table; programs use the fields.
 
     Attributes:
         rows: the calls of each op in each dtype, in the order of the first call.
@@ -104,7 +104,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells]
 
 
-def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
+def count_ops(model: nn.Module, /, *args: Any, **kwargs: Any) -> OpReport:
     """Runs ``model(*args, **kwargs)`` once and returns the dtypes of its ops. Print the result.
 
     The forward runs with the current settings: opt level, train or eval mode, and any ``torch.autocast``,
@@ -112,7 +112,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     its ops would use the dtypes of the forward. One rank may call it alone: it runs the module inside
     DistributedDataParallel and DataParallel. Host syncs: those of the forward, and of saving the generators.
 
-    Nothing changes, even if the forward raises: ``explain`` restores weights, buffers, gradients, random number
+    Nothing changes, even if the forward raises: ``count_ops`` restores weights, buffers, gradients, random number
     generators (torch, Python, NumPy) and attributes of the modules, and passes copies of tensor arguments. It needs
     memory for a copy of all these tensors, and empties autocast's weight cache.
 
@@ -121,7 +121,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
         *args, **kwargs: the arguments of the model: tensors of any dtype and shape, or other objects.
 
     Returns:
-        An ``Explanation``: ops with floating or complex arguments under the names of torch's kernels (``addmm`` for a
+        An ``OpReport``: ops with floating or complex arguments under the names of torch's kernels (``addmm`` for a
         linear layer), without views; casts; hints.
 
     Raises:
@@ -130,13 +130,13 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
-            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. Call a function in its forward."
+            f"count_ops: model must be a torch.nn.Module, got {type(model).__name__}. Call a function in its forward."
         )
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     lazy = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
-        raise AmpError(f"explain: {lazy} of the model is not initialized yet: run one forward first.")
+        raise AmpError(f"count_ops: {lazy} of the model is not initialized yet: run one forward first.")
     recorder, copies = _Recorder(model), dict[int, Tensor]()
 
     def copied(t: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     # A mode does not see compiled code, and torch never compiles code again that it first met under a mode.
     with torch.compiler.set_stance("force_eager"), _restored(model, copies.values(), recorder), recorder:
         model(*args, **kwargs)
-    return recorder.explanation()
+    return recorder.report()
 
 
 @contextmanager
@@ -263,8 +263,8 @@ class _Recorder(TorchDispatchMode):
                 return
         dtypes = {t.dtype for t in operands}
         self._ops[op, "+".join(map(_name, sorted(dtypes, key=lambda d: (d.itemsize, str(d)))))] += 1
-        place = self._names.get(self._path[-1]) if self._path else None
-        call = f"{op} in {place}" if place else op
+        module = self._names.get(self._path[-1]) if self._path else None
+        call = f"{op} in {module}" if module else op
         if dtypes & {torch.float64, torch.complex128}:
             self._hints[_FP64_OPS][call] += 1
         if op in _PRODUCTS or op.startswith(_ATTENTION):
@@ -273,7 +273,7 @@ class _Recorder(TorchDispatchMode):
             elif dtypes <= set(LOW_PRECISION) and (misfit := _misfit(op, args)):
                 self._hints[_MISFITS][f"{call} ({misfit})"] += 1
 
-    def explanation(self) -> Explanation:
+    def report(self) -> OpReport:
         ops = [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()]
         casts = [CastCount(*types, *counts) for types, counts in self._casts.items()]
         hints = [
@@ -281,7 +281,7 @@ class _Recorder(TorchDispatchMode):
             for text, calls in self._hints.items()
             if calls
         ]
-        return Explanation(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
+        return OpReport(ops, sorted(casts, key=lambda cast: -cast.bytes), hints)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""amp.explain: what it counts at each level, what it leaves behind (nothing), and what its hints say."""
+"""amp.count_ops: what it counts at each level, what it leaves behind (nothing), and what its hints say."""
 
 import copy
 import pickle
@@ -36,8 +36,8 @@ class Pictures(nn.Module):
 X = torch.randn(8, 8, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def rows(explanation):
-    return {(row.op, row.dtype): row.calls for row in explanation.rows}
+def rows(report):
+    return {(row.op, row.dtype): row.calls for row in report.rows}
 
 
 def expected_rows(level):
@@ -63,8 +63,8 @@ def size(*tensors):
 def test_what_runs_at_each_level(session, level):
     model = Pictures()
     session.initialize(model, opt_level=level, verbosity=0)
-    explanation = amp.explain(model, X)
-    assert rows(explanation) == expected_rows(level)
+    report = amp.count_ops(model, X)
+    assert rows(report) == expected_rows(level)
     weights = [model.conv.weight, model.head.weight, model.head.bias]
     if level in ("O1", "O4"):
         # Input and weights down; 8 x 16 up for softmax, and down again for the head.
@@ -73,22 +73,22 @@ def test_what_runs_at_each_level(session, level):
         down, up = (1, size(X)), (1, size(8 * 8))
     low = LOW_NAME.get(level)
     expected = [] if low is None else [("float32", low, *down), (low, "float32", *up)]
-    assert explanation.casts == expected
-    assert explanation.cast_count == sum(c.calls for c in explanation.casts)
-    assert explanation.cast_bytes == sum(c.bytes for c in explanation.casts)
+    assert report.casts == expected
+    assert report.cast_count == sum(c.calls for c in report.casts)
+    assert report.cast_bytes == sum(c.bytes for c in report.casts)
     fp32 = ["matrix products or convolutions left in fp32: convolution in conv, addmm in head"]
-    assert explanation.hints == (fp32 if level == "O0" else [])
+    assert report.hints == (fp32 if level == "O0" else [])
 
 
 def test_it_prints_as_a_table(session):
     model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8))
     session.initialize(model, opt_level="O1", verbosity=0)
-    explanation = amp.explain(model, torch.ones(8, 8))
-    assert str(explanation) == repr(explanation) == TABLE
+    report = amp.count_ops(model, torch.ones(8, 8))
+    assert str(report) == repr(report) == TABLE
     low, up = size(64, 96, 12, 96, 96, 8), size(96)
-    assert explanation.casts == [("float32", "float16", 6, low), ("float16", "float32", 1, up)]
-    assert explanation.calls("addmm") == explanation.calls("addmm", "float16") == 2
-    assert explanation.calls("addmm", "float32") == explanation.calls("bmm") == 0
+    assert report.casts == [("float32", "float16", 6, low), ("float16", "float32", 1, up)]
+    assert report.calls("addmm") == report.calls("addmm", "float16") == 2
+    assert report.calls("addmm", "float32") == report.calls("bmm") == 0
 
 
 TABLE = """\
@@ -106,14 +106,14 @@ hints
 
 
 def test_the_result_is_plain_data():
-    assert str(amp.explain(nn.Identity(), 3)) == "op\n\nno casts"
-    assert amp.explain(nn.Identity(), torch.arange(3)).rows == []
-    explanation = amp.explain(nn.Linear(8, 8), torch.ones(8, 8))
-    assert isinstance(explanation, amp.Explanation)
-    assert [tuple(row) for row in explanation.rows] == [("addmm", "float32", 1)]
-    assert explanation.casts == []
-    assert "no casts" in str(explanation)
-    assert pickle.loads(pickle.dumps(explanation)) == copy.deepcopy(explanation) == explanation
+    assert str(amp.count_ops(nn.Identity(), 3)) == "op\n\nno casts"
+    assert amp.count_ops(nn.Identity(), torch.arange(3)).rows == []
+    report = amp.count_ops(nn.Linear(8, 8), torch.ones(8, 8))
+    assert isinstance(report, amp.OpReport)
+    assert [tuple(row) for row in report.rows] == [("addmm", "float32", 1)]
+    assert report.casts == []
+    assert "no casts" in str(report)
+    assert pickle.loads(pickle.dumps(report)) == copy.deepcopy(report) == report
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
@@ -125,10 +125,10 @@ def test_a_plain_model_under_torch_autocast(dtype):
         # What the cache holds is neither taken nor added to.
         model(x)
         for _ in range(2):
-            explanation = amp.explain(model, x)
-            assert rows(explanation) == {("addmm", name): 1, ("relu", name): 1}
-            assert explanation.casts == [("float32", name, 3, size(64, 64, 8))]
-    assert rows(amp.explain(model, x)) == {("addmm", "float32"): 1, ("relu", "float32"): 1}
+            report = amp.count_ops(model, x)
+            assert rows(report) == {("addmm", name): 1, ("relu", name): 1}
+            assert report.casts == [("float32", name, 3, size(64, 64, 8))]
+    assert rows(amp.count_ops(model, x)) == {("addmm", "float32"): 1, ("relu", "float32"): 1}
 
 
 def test_disable_casts_and_other_threads(session):
@@ -136,18 +136,18 @@ def test_disable_casts_and_other_threads(session):
     session.initialize(model, opt_level="O1", verbosity=0)
     x = torch.ones(8, 8)
     with session.disable_casts():
-        assert rows(amp.explain(model, x)) == {("addmm", "float32"): 1}
-    assert rows(in_thread(lambda: amp.explain(model, x))) == {("addmm", "float16"): 1}
+        assert rows(amp.count_ops(model, x)) == {("addmm", "float32"): 1}
+    assert rows(in_thread(lambda: amp.count_ops(model, x))) == {("addmm", "float16"): 1}
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_grad_modes(context):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     with context(), torch.autocast("cpu", dtype=BF16):
-        explanation = amp.explain(model, torch.ones(8, 8))
-    assert explanation.calls("addmm", "bfloat16") == 2
-    assert explanation.calls("native_batch_norm", "bfloat16+float32") == 1
-    assert len(explanation.rows) == 2
+        report = amp.count_ops(model, torch.ones(8, 8))
+    assert report.calls("addmm", "bfloat16") == 2
+    assert report.calls("native_batch_norm", "bfloat16+float32") == 1
+    assert len(report.rows) == 2
 
 
 # --- nothing is left behind -------------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ def test_nothing_is_left_behind(train, grads, fail):
     before = traces(model, x)
     if fail:
         with pytest.raises(OSError, match="forward failed"):
-            amp.explain(model, x)
+            amp.count_ops(model, x)
     else:
-        assert amp.explain(model, x).calls("addmm") == 2
+        assert amp.count_ops(model, x).calls("addmm") == 2
     after = traces(model, x)
     assert_same(before[0], after[0])
     assert before[1:] == after[1:]
@@ -236,11 +236,11 @@ def test_arguments_are_what_they_were():
 
     x, y, z = torch.randn(4), torch.randn(2), torch.randn(2)
     before = [t.clone() for t in (x, y, z)]
-    explanation = amp.explain(Writes(), x, y, {"z": [z]})
+    report = amp.count_ops(Writes(), x, y, {"z": [z]})
     assert_same(before, [x, y, z])
     assert [t.shape for t in before] == [x.shape, y.shape, z.shape]
     assert not y.requires_grad
-    assert explanation.calls("relu_") == 1
+    assert report.calls("relu_") == 1
 
 
 def test_no_hook_mode_or_cast_stays_when_the_forward_raises(session):
@@ -253,7 +253,7 @@ def test_no_hook_mode_or_cast_stays_when_the_forward_raises(session):
     session.initialize(model, opt_level="O1", verbosity=0)
     before = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
     with pytest.raises(OSError, match="forward failed"):
-        amp.explain(model, torch.ones(2, 4))
+        amp.count_ops(model, torch.ones(2, 4))
     assert (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()) == before
     assert not any(m._forward_pre_hooks or m._forward_hooks_always_called for m in model)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
@@ -264,7 +264,7 @@ def test_a_run_goes_on_as_if_nobody_had_asked(session, level):
     def trained(asks):
         def ask():
             if asks:
-                amp.explain(model, batch(7))
+                amp.count_ops(model, batch(7))
 
         def loss(model, step):
             ask()
@@ -289,7 +289,7 @@ def test_no_cast_of_a_changed_weight_stays_in_the_cache():
 
     model, x = Calls(doubles), torch.ones(8, 8)
     with torch.autocast("cpu", dtype=BF16):
-        amp.explain(model, x)
+        amp.count_ops(model, x)
         assert torch.equal(x @ model.weight, x.to(BF16))
 
 
@@ -297,7 +297,7 @@ def test_a_graph_from_before_can_go_backward(session):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     out = model(batch()).sum()
     frozen = model.eval()(batch()).sum()
-    amp.explain(model.train(), batch())
+    amp.count_ops(model.train(), batch())
     (out + frozen).backward()
 
 
@@ -308,9 +308,9 @@ def test_on_a_gpu(session, level):
     model.insert(2, nn.AdaptiveAvgPool2d(1)).insert(3, nn.Flatten())
     session.initialize(model, opt_level=level, verbosity=0)
     before = [torch.cuda.get_rng_state(), *(t.clone() for t in model.buffers())]
-    explanation = amp.explain(model, x)
+    report = amp.count_ops(model, x)
     low = LOW_NAME.get(level, "float32")
-    assert (explanation.calls("convolution", low), explanation.calls("addmm", low)) == (1, 1)
+    assert (report.calls("convolution", low), report.calls("addmm", low)) == (1, 1)
     assert_same(before, [torch.cuda.get_rng_state(), *model.buffers()])
 
 
@@ -322,8 +322,8 @@ def test_words_and_containers_as_arguments():
         def forward(self, x, *, model, scale=1.0):
             return {"out": x["a"][0] @ model * scale}
 
-    explanation = amp.explain(Asks(), {"a": (torch.ones(8, 8),)}, model=torch.ones(8, 8), scale=2.0)
-    assert rows(explanation) == {("mm", "float32"): 1, ("mul", "float32"): 1}
+    report = amp.count_ops(Asks(), {"a": (torch.ones(8, 8),)}, model=torch.ones(8, 8), scale=2.0)
+    assert rows(report) == {("mm", "float32"): 1, ("mul", "float32"): 1}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -338,7 +338,7 @@ def test_checkpointed_models(session, use_reentrant):
 
     model = Checkpointed()
     session.initialize(model, opt_level="O4", verbosity=0)
-    assert amp.explain(model, torch.ones(8, 8, requires_grad=True)).calls("addmm", "bfloat16") == 2
+    assert amp.count_ops(model, torch.ones(8, 8, requires_grad=True)).calls("addmm", "bfloat16") == 2
 
 
 def test_compiled_models_run_op_by_op_and_stay_compiled(session):
@@ -353,11 +353,11 @@ def test_compiled_models_run_op_by_op_and_stay_compiled(session):
     compiled = torch.compile(model, backend=backend)
     x = torch.ones(8, 8)
     for _ in range(2):
-        assert rows(amp.explain(compiled, x)) == {("addmm", "bfloat16"): 1, ("relu", "bfloat16"): 1}
+        assert rows(amp.count_ops(compiled, x)) == {("addmm", "bfloat16"): 1, ("relu", "bfloat16"): 1}
     assert calls == []
     compiled(x)
     assert calls == ["compiled", "ran"]
-    assert amp.explain(compiled, x).calls("addmm") == 1
+    assert amp.count_ops(compiled, x).calls("addmm") == 1
     compiled(x)
     assert calls == ["compiled", "ran", "ran"]
 
@@ -368,7 +368,7 @@ def test_scripted_modules():
         scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     before = [t.clone() for t in scripted.buffers()]
     for model in (scripted, nn.Sequential(scripted, nn.ReLU())):
-        assert amp.explain(model, torch.randn(8, 8)).calls("native_batch_norm") == 1
+        assert amp.count_ops(model, torch.randn(8, 8)).calls("native_batch_norm") == 1
         assert_same(before, list(scripted.buffers()))
     scripted(torch.randn(8, 8))
     assert not torch.equal(before[0], next(scripted.buffers()))
@@ -384,10 +384,10 @@ def one_rank(tmp_path):
 def test_data_parallel_models_run_without_their_wrapper(one_rank):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     x = torch.ones(8, 8)
-    assert amp.explain(nn.DataParallel(model), x).calls("addmm") == 1
+    assert amp.count_ops(nn.DataParallel(model), x).calls("addmm") == 1
     ddp = nn.parallel.DistributedDataParallel(model)
     loss = ddp(x).sum()
-    assert amp.explain(ddp, x).calls("addmm") == 1
+    assert amp.count_ops(ddp, x).calls("addmm") == 1
     loss.backward()
     ddp(x).sum().backward()
 
@@ -404,7 +404,7 @@ def test_sharded_models_step_the_same(one_rank, when):
 
         def ask(now):
             if when == now:
-                assert amp.explain(model, X[:, :, 0, 0]).calls("addmm") == 2
+                assert amp.count_ops(model, X[:, :, 0, 0]).calls("addmm") == 2
 
         losses = []
         for _ in range(3):
@@ -426,21 +426,21 @@ def test_sharded_models_step_the_same(one_rank, when):
 def test_nested_tensors(layout):
     x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
     with torch.autocast("cpu", dtype=BF16):
-        assert amp.explain(nn.Linear(8, 8), x).calls("linear", "bfloat16") == 1
+        assert amp.count_ops(nn.Linear(8, 8), x).calls("linear", "bfloat16") == 1
         if layout is torch.strided:
             y = torch.nested.nested_tensor([torch.ones(8, 2), torch.ones(8, 3)])
-            assert amp.explain(Calls(lambda w, x, y: x @ y), x, y).hints == []
+            assert amp.count_ops(Calls(lambda w, x, y: x @ y), x, y).hints == []
 
 
 def test_sparse_tensors():
     model = Calls(lambda w, x, y: (x @ y).relu())
-    assert amp.explain(model, torch.eye(8).to_sparse(), torch.ones(8, 8)).calls("mm") == 1
+    assert amp.count_ops(model, torch.eye(8).to_sparse(), torch.ones(8, 8)).calls("mm") == 1
 
 
 def test_a_fused_layer_is_seen_as_it_runs():
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     with torch.no_grad():
-        assert rows(amp.explain(layer, torch.ones(1, 3, 8))) == {("transformer_encoder_layer_fwd", "float32"): 1}
+        assert rows(amp.count_ops(layer, torch.ones(1, 3, 8))) == {("transformer_encoder_layer_fwd", "float32"): 1}
 
 
 def test_a_module_that_catches_its_own_exceptions():
@@ -455,7 +455,7 @@ def test_a_module_that_catches_its_own_exceptions():
             return self.after(x)
 
     with torch.autocast("cpu", dtype=BF16):
-        hints = amp.explain(Catches(), torch.ones(8, 8)).hints
+        hints = amp.count_ops(Catches(), torch.ones(8, 8)).hints
     assert hints == ["no tensor cores: dims not multiple of 8: addmm in after (8x8 @ 8x4)"]
 
 
@@ -476,7 +476,7 @@ class Calls(nn.Module):
 
 def hints_of(fn, *args, **kwargs):
     with torch.autocast("cpu", dtype=BF16):
-        return amp.explain(Calls(fn, **kwargs), *args).hints
+        return amp.count_ops(Calls(fn, **kwargs), *args).hints
 
 
 ATTENTION = "scaled_dot_product_flash_attention_for_cpu"
@@ -516,9 +516,9 @@ def test_a_weight_that_is_cast_again():
     assert hints_of(twice, x) == []
     assert hints_of(twice, x, requires_grad=False) == [text]
     with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-        explanation = amp.explain(Calls(twice), x)
-    assert explanation.hints == [text]
-    assert explanation.casts == [("float32", "bfloat16", 3, 3 * size(x))]
+        report = amp.count_ops(Calls(twice), x)
+    assert report.hints == [text]
+    assert report.casts == [("float32", "bfloat16", 3, 3 * size(x))]
     # Parts of a weight are no weight cast again.
     assert hints_of(lambda w, x: x @ w[:, :8] + F.linear(x, w.view(8, 8)[::1][:, :]), x) != []
     assert hints_of(lambda w, x: (x[:, :4] @ w[:4, :].clone(), x[:, 4:] @ w[4:]), torch.ones(8, 8)) != [text]
@@ -538,13 +538,13 @@ def test_ops_in_fp64():
         return (x.double() * 2).sum() + torch.tensor(1.0, dtype=DOUBLE)
 
     assert hints_of(wide, torch.ones(8, 8)) == ["ops in fp64: mul, sum, add"]
-    assert amp.explain(Calls(lambda w, x: x * 2.0 + 1), torch.ones(8)).hints == []  # numbers are no fp64 tensors
+    assert amp.count_ops(Calls(lambda w, x: x * 2.0 + 1), torch.ones(8)).hints == []  # numbers are no fp64 tensors
 
 
 def test_a_long_list_is_cut():
     model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
     with torch.autocast("cpu", dtype=HALF):
-        (hint,) = amp.explain(model, torch.ones(8, 9)).hints
+        (hint,) = amp.count_ops(model, torch.ones(8, 9)).hints
     shape = "(8x9 @ 9x9)"
     assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape} and 2 more")
 
@@ -553,9 +553,9 @@ def test_a_long_list_is_cut():
 
 
 def test_what_is_no_module_and_lazy_ones_are_refused():
-    with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. Call a fun"):
-        amp.explain(loss_of, torch.ones(1))
+    with pytest.raises(AmpTypeError, match="count_ops: model must be a torch.nn.Module, got function. Call a fun"):
+        amp.count_ops(loss_of, torch.ones(1))
     model = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(AmpError, match=r"explain: 0\.weight of the model is not initialized yet: run one forward"):
-        amp.explain(model, torch.ones(2, 4))
+    with pytest.raises(AmpError, match=r"count_ops: 0\.weight of the model is not initialized yet: run one forward"):
+        amp.count_ops(model, torch.ones(2, 4))
     assert nn.parameter.is_lazy(model[0].weight)
