@@ -38,8 +38,7 @@ logger = logging.getLogger("ampctx")
 
 State = dict[str, Any]
 Loader = Callable[[], None]
-# The others are of files that saved overflows before a step, too.
-_OF_OPTIMIZERS = ("params", "names", "masters", "loss_scales", "overflows", "scales")
+_OF_OPTIMIZERS = ("params", "names", "masters", "loss_scales")
 
 
 def policy_of(session: Any, call: str) -> Any:
