@@ -77,8 +77,8 @@ def get_state_dict(
 
     Raises:
         AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through it; a
-            parameter that the model does not hold; inside a scale_loss block, or between SAM's ``first_step`` and
-            ``second_step``; an optimizer that needs a closure and has not stepped.
+            parameter that the model does not hold; between SAM's ``first_step`` and ``second_step``; an optimizer that
+            needs a closure and has not stepped.
     """
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
     keep = is_rank_zero() or not (full_state_dict and cpu_offload)
@@ -116,7 +116,7 @@ def set_state_dict(
 
     Raises:
         AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit; another level.
-        AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
+        AmpError: as ``get_state_dict``, and inside a scale_loss block. AmpRankError: as ``load_state_dict``.
     """
     check_process_group(process_group)
     run = _NamedRun(session, model, optimizers, "amp.set_state_dict")

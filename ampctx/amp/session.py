@@ -342,7 +342,7 @@ class AmpSession:
         No host sync.
         """
         for binding in self._bindings.values():
-            binding.refuse_state("amp.reset()")
+            binding.refuse_to_restore("amp.reset()")
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
