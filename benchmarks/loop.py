@@ -3,7 +3,7 @@
     python benchmarks/loop.py --model gpt-small --opt-level O0,O1,O2,O5,O5-split --csv loop.csv
 
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
-masters beside the model's bf16 weights; O5-split, ``initialize(master_weights="split")``, keeps the 16 bits they lack;
+masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack;
 O5-split-bf16 and O5-split-8bit keep the optimizer's state in that ``state_dtype``, too.
 "step" is the part of the time that follows backward.
 All sides start from the same weights and see the same batch, and their losses must stay together.
@@ -83,7 +83,7 @@ class AmpctxLoop:
         self.options = {"opt_level": opt_level, "verbosity": 0}
         kept: dict[str, Any] = {}
         if more:
-            self.options["master_weights"] = "split"
+            self.options["master_weights"], kept["master_weights"] = False, "split"
         if more[1:]:
             kept["state_dtype"] = STATE_DTYPES[more[1]]
         self.optimizer = ours(optimizer, self.model.parameters(), **kept)

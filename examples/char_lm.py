@@ -99,7 +99,7 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int)
 def make_optimizer(args, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
     if args.offload:
-        return FusedAdam(model.parameters(), **options, offload="cpu")
+        return FusedAdam(model.parameters(), **options, offload="cpu", master_weights="split")
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
@@ -115,8 +115,8 @@ def train(args, text: Text) -> tuple[nn.Module, list[tuple[int, float, float]], 
     torch.manual_seed(0)
     model = GPT(len(text.alphabet), args.context, args.layers, args.heads).to(args.device)
     optimizer = make_optimizer(args, model)
-    split = "split" if args.offload else None
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, master_weights=split)
+    masters = False if args.offload else None  # the optimizer keeps them
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, master_weights=masters)
     generator = torch.Generator().manual_seed(0)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []

@@ -195,10 +195,11 @@ def test_pages_are_short(budget, page):
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 1.1 * budget
 
 
-def bytes_between_steps(session, level, master_weights=None, state_dtype=torch.float32):
+def bytes_between_steps(session, level, master_weights=False, state_dtype=torch.float32):
     model = torch.nn.Linear(512, 512, bias=False)
-    optimizer = FusedAdam(model.parameters(), state_dtype=state_dtype)
-    session.initialize(model, optimizer, opt_level=level, master_weights=master_weights, loss_scale=1.0)
+    optimizer = FusedAdam(model.parameters(), state_dtype=state_dtype, master_weights=master_weights)
+    of_amp = False if master_weights else None
+    session.initialize(model, optimizer, opt_level=level, master_weights=of_amp, loss_scale=1.0)
     with session.scale_loss(model(torch.ones(2, 512)).float().sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()

@@ -51,10 +51,8 @@ logger = logging.getLogger("ampctx")
 # The layouts of a parameter: "fp32" (no 16-bit one), "masters" (of ``initialize``), or what its optimizer writes.
 _FULL = {"fp32", "masters", "copy", "split"}
 _ROUNDED = {"nearest", "stochastic", "kahan"}
-_OF_AMP = ("loss_scales",)
 _LATER = "Load it with the version that saved it, or a later one."
-# The last two are of files that saved overflows before a step, too.
-_FACTS = ("format", "type", "groups", "layout", "without_state", *_OF_AMP, "overflows", "scales")
+_FACTS = ("format", "type", "groups", "layout", "without_state", "loss_scales")
 
 
 @torch.no_grad()
@@ -79,12 +77,10 @@ def get_state_dict(
 
     Raises:
         AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through it; a
-            parameter that the model does not hold; inside a scale_loss block, or between SAM's ``first_step`` and
-            ``second_step``; an optimizer that needs a closure and has not stepped.
+            parameter that the model does not hold; between SAM's ``first_step`` and ``second_step``; an optimizer that
+            needs a closure and has not stepped.
     """
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
-    if not (full_state_dict or cpu_offload):
-        return tree
     keep = is_rank_zero() or not (full_state_dict and cpu_offload)
 
     def whole(t: Any) -> Tensor | None:
@@ -120,7 +116,7 @@ def set_state_dict(
 
     Raises:
         AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit; another level.
-        AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
+        AmpError: as ``get_state_dict``, and inside a scale_loss block. AmpRankError: as ``load_state_dict``.
     """
     check_process_group(process_group)
     run = _NamedRun(session, model, optimizers, "amp.set_state_dict")
@@ -185,9 +181,8 @@ class _NamedRun:
             given = type(model).__name__
             raise AmpTypeError(f"{call}: model must be a torch.nn.Module, got {given}: several in one nn.ModuleDict.")
         reshard_units(model)
-        self.params = _names_of(model)
         names = defaultdict[int, list[str]](list)
-        for name, p in self.params.items():
+        for name, p in _names_of(model).items():
             names[id(p)].append(name)
         self.bindings: list[OptimizerBinding] = []
         self.optimizers = [self._stepped(each, names) for each in as_list(optimizers, "optimizer", is_optimizer)]
@@ -236,12 +231,11 @@ class _NamedRun:
 
     def saved(self) -> State:
         amp = amp_state.saved(self.session, self.bindings, self.call) if self.on else {}
-        for optimizer, members in self.optimizers:
-            if any(m.layout in EXTRAS for m in members):
-                optimizer.masters_follow_model()
         model, optim, compensation, described = self._model_state(), {}, {}, {}
         for number, (optimizer, members) in enumerate(self.optimizers):
             without_state = []
+            if any(m.layout in EXTRAS for m in members):
+                optimizer.masters_follow_model()
             for m, state, is_made_up in self._states(optimizer, members):
                 if moments := _moments_of(state):
                     optim[m.name] = moments
@@ -253,7 +247,7 @@ class _NamedRun:
                 if "compensation" in state:
                     compensation[m.name] = state["compensation"]
             if members:
-                of_amp = amp["optimizers"][number] if amp else {}
+                own = {"loss_scales"} & amp["optimizers"][number].keys() if amp else ()
                 names, groups = iter(members), []
                 for group in optimizer.state_dict()["param_groups"]:  # with its count of skips
                     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -265,15 +259,14 @@ class _NamedRun:
                     "groups": groups,
                     "layout": {m.name: m.layout for m in members},
                     "without_state": self._without_state(members, without_state),
-                    **{key: of_amp[key] for key in _OF_AMP if key in of_amp},
+                    **{key: amp["optimizers"][number][key] for key in own},
                 }
                 described[members[0].name] = (facts,)
         tree: State = {"model": model, "optim": optim, "optimizers": described}
         if compensation:
             tree["compensation"] = compensation
         if amp:
-            versions = {"torch": str(torch.__version__), "ampctx": __version__}
-            tree["amp"] = {"opt_level": amp["opt_level"], **versions}
+            tree["amp"] = {"opt_level": amp["opt_level"], "torch": str(torch.__version__), "ampctx": __version__}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
                 numbers = {
@@ -369,7 +362,7 @@ class _NamedRun:
         for name, like in here.items():
             if isinstance(like, Tensor):
                 checked(given[name], like.shape, f'state_dict["model"]["{name}"]')
-                placed[name] = laid_out_as(given[name], self.params.get(name, like))
+                placed[name] = laid_out_as(given[name], like)
         return placed
 
     def _checkpoint(self, optimizer: Any, members: list[_Member], tree: State, saved: _Facts, values: State) -> State:
@@ -428,7 +421,7 @@ class _NamedRun:
                 f"continue at another level, pass {self.call}(..., allow_level_change=True)."
             )
         scales: State = {key: value for key, value in given.items() if key.startswith(KEY)}
-        check_known(given, 'state_dict["amp"]', ("opt_level", "torch", "ampctx", "deferred", *scales))
+        check_known(given, 'state_dict["amp"]', ("opt_level", "torch", "ampctx", *scales))
         by, here = (re.findall(r"\d+", version)[:2] for version in (str(given.get("ampctx", __version__)), __version__))
         if not by or list(map(int, by)) > list(map(int, here)):
             raise AmpValueError(
@@ -442,8 +435,8 @@ class _NamedRun:
         optimizers = []
         for _, members in self.optimizers:
             masters = {i: weights[m.name].float() for i, m in enumerate(members) if m.layout == "masters"}
-            of_amp = saved[members[0].name].of_amp if members else {}
-            optimizers.append({**of_amp, "params": len(members), "masters": masters})
+            own = saved[members[0].name].of_amp if members else {}
+            optimizers.append({**own, "params": len(members), "masters": masters})
         of_run = {**scales, "opt_level": level, "optimizers": optimizers}
         return amp_state.loaders(self.session, of_run, self.bindings, self.call)
 
@@ -463,7 +456,7 @@ class _NamedRun:
 class _Was(NamedTuple):
     """A parameter in the run that was saved. ``options``: of its group. ``of_amp``: what amp had for its optimizer."""
 
-    layout: str | None
+    layout: str
     has_state: bool
     options: State
     of_amp: State
@@ -482,11 +475,11 @@ def _read_facts(optimizers: Mapping[str, Any]) -> _Facts:
         typed(facts, dict, f"{where}[0]")
         check_format(facts, f"{where}[0]", _FACTS)
         layout, without_state = entry(facts, "layout", dict, where), set(entry(facts, "without_state", list, where))
-        of_amp = {key: facts[key] for key in _OF_AMP if key in facts}
+        of_amp = {key: facts[key] for key in ("loss_scales",) if key in facts}
         for group in entry(facts, "groups", list, where):
             options = {key: option for key, option in group.items() if key != "params"}
             for name in entry(group, "params", list, where):
-                if (kind := layout.get(name)) not in (None, *_FULL, *_ROUNDED):
+                if (kind := entry(layout, name, str, f'{where}[0]["layout"]')) not in (*_FULL, *_ROUNDED):
                     is_new = f'{where}[0]["layout"]["{name}"] is {kind!r}, which this version of ampctx does not know.'
                     raise AmpValueError(f"{is_new} {_LATER}")
                 found[name] = _Was(kind, name not in without_state, options, of_amp)

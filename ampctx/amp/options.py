@@ -24,7 +24,7 @@ class Options(TypedDict, total=False):
     cast_model_type: torch.dtype | Literal[False] | None
     patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | Literal["True", "False"] | None
-    master_weights: bool | Literal["True", "False", "split"] | None
+    master_weights: bool | Literal["True", "False"] | None
     loss_scale: float | str | None
     cast_model_outputs: torch.dtype | None
     num_losses: int
@@ -52,7 +52,7 @@ class PrecisionPolicy:
         cast_model_type: dtype of the model's weights and inputs. False or None casts nothing.
         patch_torch_functions: whether autocast casts each op (O1, O4), to ``patch_torch_functions_type``.
         keep_batchnorm_fp32: whether BatchNorm stays in fp32 when the model is cast.
-        master_weights: whether the optimizer steps fp32 copies of 16-bit weights, or "split".
+        master_weights: whether the optimizer steps fp32 copies of 16-bit weights.
         loss_scale: "dynamic" or a number.
         cast_model_outputs: dtype of the model's floating outputs.
         keep_fp32: modules that compute in fp32.
@@ -65,7 +65,7 @@ class PrecisionPolicy:
     patch_torch_functions: bool
     patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | Literal["split"] | None
+    master_weights: bool | None
     loss_scale: float | Literal["dynamic"]
     cast_model_outputs: torch.dtype | None = None
     # As passed. The policy of a session holds their names.
@@ -85,7 +85,7 @@ class PrecisionPolicy:
     @property
     def keeps_masters(self) -> bool:
         """Whether amp keeps fp32 masters."""
-        return bool(self.master_weights) and self.master_weights != "split"
+        return bool(self.master_weights)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -126,13 +126,7 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     level = OPT_LEVELS[opt_level]
     if unknown := sorted(overrides.keys() - _CHECKS.keys()):
         raise AmpTypeError(f"unknown option {unknown[0]!r}. Options are {', '.join(_CHECKS)}.")
-    policy = replace(level, **{k: _CHECKS[k](level, k, value) for k, value in overrides.items() if value is not None})
-    if policy.master_weights == "split" and (opt_level, policy.cast_model_type) != ("O5", torch.bfloat16):
-        raise AmpValueError(
-            f"master_weights='split' keeps the 16 bits that bf16 weights lack of fp32, and this is {opt_level} with "
-            f"cast_model_type={policy.cast_model_type}. Use O5, and leave cast_model_type at None. See docs/levels.md."
-        )
-    return policy
+    return replace(level, **{k: _CHECKS[k](level, k, value) for k, value in overrides.items() if value is not None})
 
 
 def summary(policy: PrecisionPolicy, scales: Iterable[Any]) -> str:
@@ -141,7 +135,7 @@ def summary(policy: PrecisionPolicy, scales: Iterable[Any]) -> str:
         return "enabled=False"
     model, ops = (str(dtype).removeprefix("torch.") for dtype in (policy.input_dtype, policy.autocast_dtype))
     casts = f"{ops} autocast" if policy.autocast_dtype else f"{model} model" if policy.input_dtype else "no casts"
-    kept = "split" if policy.master_weights == "split" else "fp32" if policy.master_weights else "no"
+    kept = "fp32" if policy.master_weights else "no"
     masters = "" if policy.input_dtype in (None, torch.float32) else f", {kept} masters"
     dynamic = "dynamic " if policy.loss_scale == "dynamic" else ""
     return f"{policy.opt_level}: {casts}{masters}, {dynamic}loss scale {' and '.join(map(str, scales))}"
@@ -176,13 +170,16 @@ def _bool(level: PrecisionPolicy, name: str, value: Any) -> bool:
         return value == "True"
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    also = ", 'split' (at O5)" if name == "master_weights" else ""
-    raise AmpValueError(f"{name} is {value!r}, expected True, False{also}, the string 'True' or 'False', or None.")
+    raise AmpValueError(f"{name} is {value!r}, expected True, False, the string 'True' or 'False', or None.")
 
 
-def _of_cast_models(level: PrecisionPolicy, name: str, value: Any) -> bool | Literal["split"]:
+def _of_cast_models(level: PrecisionPolicy, name: str, value: Any) -> bool:
     if name == "master_weights" and isinstance(value, str) and value == "split":
-        return "split"
+        raise AmpValueError(
+            "amp.initialize: master_weights='split' is an option of optimizers. Pass opt_level='O5', "
+            "master_weights=False, and ampctx.optimizers.FusedAdam(params, master_weights='split'); for a class of "
+            "torch ampctx.optimizers.SplitMasters(torch.optim.AdamW, params). See docs/levels.md#split-masters."
+        )
     result = _bool(level, name, value)
     if level.patch_torch_functions:
         raise AmpValueError(

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from ampctx._collectives import check_process_group, is_distributed, is_rank_zero
 from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, listed, warn
-from ampctx.amp import fully_sharded, misuse, ranks, split
+from ampctx.amp import fully_sharded, misuse, ranks
 from ampctx.amp.fully_sharded import Sharded
 from ampctx.amp.hints import Hints
 from ampctx.amp.methods import finalizer, weak_method
@@ -289,10 +289,8 @@ def initialize(
         cast_model_type: dtype of the model's weights and inputs. False casts nothing.
         patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
         keep_batchnorm_fp32: keep BatchNorm with its statistics in fp32. A bool, or "True" or "False".
-        master_weights: step fp32 copies of the 16-bit weights. "split", at O5: the optimizer's state holds the 16
-            bits that each bf16 weight lacks of fp32, 2 bytes a parameter less. Weights are those of masters, if
-            nothing changes the gradients between backward and step. For ``SplitMasters`` and the optimizers of
-            ampctx that take ``master_weights``, which becomes "split".
+        master_weights: step fp32 copies of the 16-bit weights. False for an optimizer that keeps them in its state, by
+            its own ``master_weights``, or keeps the bits that they lack: ``SplitMasters``.
         loss_scale: "dynamic" or a number, also as a string.
         cast_model_outputs: floating dtype of the model's outputs.
         num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
@@ -328,7 +326,7 @@ def initialize(
 
     Raises:
         AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
-            DTensors that the level cannot cast; an optimizer that is under amp already, or keeps no split masters;
+            DTensors that the level cannot cast; an optimizer that is under amp already;
             a ``keep_fp32`` that matches no module or splits a tied weight; an unknown function in ``ops_fp32``.
         AmpRankError: ranks differ in levels or loss scales; those of a mesh also in other options, these of param
             groups included, and shapes. After any of these errors nothing has changed.
@@ -360,8 +358,6 @@ def initialize(
         kept = with_tables(kept, model_list)
     found = [(model, fully_sharded.checked(model, policy, kept)) for model in model_list]
     sharded = {model: units for model, units in found if units is not None}
-    if policy.master_weights == "split":
-        split.check(optimizer_list, session._bindings)
     policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
@@ -393,8 +389,6 @@ def initialize(
             # Runs at the latest when the session is garbage-collected.
             undo.callback(finalizer(session, install_fp32_ops(policy.ops_fp32)))
         for optimizer in optimizer_list:
-            if policy.master_weights == "split":
-                split.begin(undo, optimizer, originals)
             allows_16bit = session.allow_incoming_model_not_fp32
             masters = MasterParams(optimizer, policy.keeps_masters, originals, names, session._masters, allows_16bit)
             steps = StepRecord(
@@ -431,7 +425,7 @@ def reset(session: Any) -> None:
     No host sync.
     """
     for binding in session._bindings.values():
-        binding.refuse_state("amp.reset()")
+        binding.refuse_to_restore("amp.reset()")
     session._thread.check("reset", session._casts.enabled)
     with ExitStack() as stack:
         # If an undo raises, the others still run, and the session is empty again.

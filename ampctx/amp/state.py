@@ -38,8 +38,7 @@ logger = logging.getLogger("ampctx")
 
 State = dict[str, Any]
 Loader = Callable[[], None]
-# The others are of files that saved overflows before a step, too.
-_OF_OPTIMIZERS = ("params", "names", "masters", "loss_scales", "overflows", "scales")
+_OF_OPTIMIZERS = ("params", "names", "masters", "loss_scales")
 
 
 def policy_of(session: Any, call: str) -> Any:
@@ -66,7 +65,7 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
         masters: add the fp32 masters, which ``model.state_dict()`` holds, too. apex cannot load these.
 
     Raises:
-        AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
+        AmpError: ``masters`` between SAM's ``first_step`` and ``second_step``.
     """
     result = OrderedDict() if destination is None else destination
     if session.policy is None or not session.policy.enabled:
@@ -78,10 +77,10 @@ def state_dict(session: Any, destination: dict[str, Any] | None = None, *, maste
 
 
 def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
-    """The entries besides those of the loss scales. Resyncs masters from the model, and reads flags: a host sync.
-    AmpError inside a scale_loss block, or between ``first_step`` and ``second_step``."""
+    """The entries besides those of the loss scales, inside a scale_loss block, too. Host sync for scales of an earlier
+    ``initialize``. AmpError between ``first_step`` and ``second_step``."""
     for binding in bindings:
-        binding.refuse_state(call, perturbed=True)
+        binding.refuse_to_save(call)
     scales = session.loss_scales
     optimizers, are_lost = [], False
     for binding in bindings:
@@ -154,7 +153,7 @@ def loaders(session: Any, state: Any, bindings: list[OptimizerBinding], call: st
     if state.keys().isdisjoint(RUN_KEYS):
         return [_scales_loader(session, scales, entries, call), partial(tell_of_lost_masters, session)]
     for binding in bindings:
-        binding.refuse_state(call)
+        binding.refuse_to_restore(call)
     if (theirs := entry(state, "opt_level", str, "state_dict")) != (level := session.policy.opt_level):
         raise AmpValueError(
             f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={level!r}. To continue '

@@ -175,14 +175,17 @@ class OptimizerBinding:
                 "Call optimizer.zero_grad() and repeat this step's backward passes."
             )
 
-    def refuse_state(self, call: str, perturbed: bool = False) -> None:
-        """Raises AmpError where the state of a step is incomplete. ``perturbed``: also between SAM's two steps."""
+    def refuse_to_restore(self, call: str) -> None:
+        """Raises AmpError inside a block, whose end needs what the call would replace."""
         if self.gradients.depth:
             raise AmpError(
                 f"{call} was called inside a scale_loss block. The state of a step is incomplete there. Leave the "
                 "block first."
             )
-        if perturbed and self.restore_unperturbed is not None:
+
+    def refuse_to_save(self, call: str) -> None:
+        """Raises AmpError between SAM's two steps."""
+        if self.restore_unperturbed is not None:
             raise AmpError(
                 f"{call} was called between first_step() and second_step(). The weights are perturbed there. Save "
                 "after second_step()."

@@ -4,7 +4,6 @@ A step needs no host sync. What it is given, and the op calls, are in ``ampctx.o
 
 With ``master_weights``, ``state[p]`` of a 16-bit parameter holds ``master_param``, or ``remainder``: the 16 bits that a
 bf16 weight lacks of fp32. The first step creates it, so that it includes an earlier broadcast of the weights.
-``amp.initialize(master_weights="split")`` creates the remainders of the weights that it casts.
 
 With ``state_dtype`` a state is kept in fewer bits, see ``_state_types``. Its random bits, and those of the "stochastic"
 write back, belong to the parameter: its number in all groups and its step count choose them.

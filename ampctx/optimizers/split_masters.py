@@ -30,7 +30,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
 
     ``state[p]`` has the class's fp32 state, and ``remainder``: the 16 bits (int16) that the bf16 weight lacks of fp32.
     For a step, parameters become fp32 in chunks, and so do their gradients. fp32 and fp64 parameters are stepped as
-    they are. Under amp use O5 with ``master_weights="split"``. amp and GradScalers skip steps on the host, by one sync.
+    they are. Under amp use O5 with ``master_weights=False``. amp and GradScalers skip steps on the host, by one sync.
 
     Example::
 

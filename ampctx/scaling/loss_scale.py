@@ -331,7 +331,7 @@ class LossScale:
 
 KEY = "loss_scaler"
 # The entries that amp.state_dict(masters=True) adds to the loss scales.
-RUN_KEYS = ("format", "opt_level", "optimizers", "deferred")
+RUN_KEYS = ("format", "opt_level", "optimizers")
 # Those of a GradScaler: torch's, and what ours adds.
 _OF_SCALERS = ("scale", *FACTORS, "growth_interval", "_growth_tracker", "min_scale", "max_scale", "hysteresis")
 _OF_SCALERS += ("_hysteresis_tracker", "format")

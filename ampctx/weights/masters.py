@@ -241,8 +241,8 @@ class MasterParams:
         if self._wide_state and getattr(optimizer, "offload", None):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
-                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights='split' to "
-                "amp.initialize at O5; or False, and master_weights=True to the optimizer. See docs/guide/offload.md."
+                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
+                "amp.initialize, and master_weights='split' (O5) or True to the optimizer. See docs/guide/offload.md."
             )
         if is_sharded(p):
             raise AmpError(

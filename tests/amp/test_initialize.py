@@ -267,7 +267,7 @@ def test_a_parameter_is_unfrozen_where_the_optimizer_keeps_the_masters(session, 
     assert not torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("master_weights", [None, False, "split"])
+@pytest.mark.parametrize("master_weights", [None, False])
 def test_a_failure_late_in_initialize_undoes_all_of_it(session, master_weights):
     class Broken(FusedSGD):
         __slots__ = ()
@@ -306,7 +306,6 @@ SHOWN = {
     ("options", "shown"),
     [
         *(({"opt_level": level}, f"{level}: {shown}") for level, shown in SHOWN.items()),
-        ({"opt_level": "O5", "master_weights": "split"}, "O5: bfloat16 model, split masters, loss scale 1"),
         ({"opt_level": "O5", "master_weights": False}, "O5: bfloat16 model, no masters, loss scale 1"),
         ({"opt_level": "O2", "cast_model_type": False, "loss_scale": 0.5}, "O2: no casts, loss scale 0.5"),
         (

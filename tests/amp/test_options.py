@@ -126,6 +126,8 @@ def test_unknown_levels(level):
         ("O4", {"patch_torch_functions_type": HALF}, AmpValueError, "bfloat16 at O4.*O4"),
         ("O2", {"keep_batchnorm_fp32": "yes"}, AmpValueError, "keep_batchnorm_fp32 is 'yes', expected True"),
         ("O2", {"master_weights": 2}, AmpValueError, "master_weights is 2, expected True"),
+        ("O4", {"master_weights": "split"}, AmpValueError, r"FusedAdam\(params, .*SplitMasters\(torch.optim.AdamW"),
+        ("O5", {"master_weights": "split"}, AmpValueError, r"FusedAdam\(params, .*SplitMasters\(torch.optim.AdamW"),
         ("O2", {"enabled": "no"}, AmpValueError, "enabled is 'no'"),
         ("O2", {"loss_scale": "high"}, AmpValueError, "loss_scale is 'high', expected 'dynamic' or a finite number"),
         ("O2", {"loss_scale": 0}, AmpValueError, "loss_scale is 0"),

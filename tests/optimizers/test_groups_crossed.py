@@ -24,7 +24,7 @@ BY_AMP = {
     "O1": {"opt_level": "O1"},
     "O2": {"opt_level": "O2", "keep_fp32": "seven.e"},
     "O5": {"opt_level": "O5", "keep_fp32": "seven.e"},
-    "O5 split": {"opt_level": "O5", "keep_fp32": "seven.e", "master_weights": "split"},
+    "O5 split": {"opt_level": "O5", "keep_fp32": "seven.e", "master_weights": False},
 }
 TORCHS = {name: OPTIMIZERS[name] for name in ("SGD-plain", "SGD-foreach", "AdamW-foreach", "AdamW-fused")}
 ROWS = [
@@ -106,7 +106,8 @@ class Run:
         if how in BY_ITSELF:
             model.bfloat16()
         members = [{**group, "params": [model[n] for n in group["params"]]} for group in groups]
-        self.optimizer = {**STEPPED_BY, **TORCHS}[name](members, **BY_ITSELF.get(how, {}))
+        own = BY_ITSELF["split"] if how == "O5 split" and name in OWN_MASTERS else BY_ITSELF.get(how, {})
+        self.optimizer = {**STEPPED_BY, **TORCHS}[name](members, **own)
         self.scaler, self.session = GradScaler("cpu", enabled=how == "scaler"), AmpSession() if how in BY_AMP else None
         if self.session:
             sessions.append(self.session)

@@ -361,14 +361,19 @@ def test_wrong_calls_name_what_is_wrong(call, error, message):
         call(run.session, run.model, run.optimizer)
 
 
-def test_calls_inside_a_block_are_refused():
-    run = Run(opt_level="O2")
-    state = run.get()
-    with run.session.scale_loss(run.model(torch.ones(2, 5)).float().sum(), run.optimizer):
-        with pytest.raises(AmpError, match=r"amp\.get_state_dict was called inside a scale_loss block"):
-            run.get()
-        with pytest.raises(AmpError, match=r"amp\.set_state_dict was called inside a scale_loss block"):
-            run.set(state)
+def test_a_state_inside_a_block_is_that_of_the_step_before_and_none_is_loaded_there():
+    run = Run(opt_level="O2").steps(0, 2)
+    run.model.eval()  # or the statistics of BatchNorm have moved
+    expected = run.get()
+    with run.session.scale_loss(run.model(torch.ones(2, 5)).float().mean(), run.optimizer) as scaled:
+        for _ in range(2):
+            with pytest.warns(AmpWarning, match="gradients that no step has used are not in the state"):
+                assert_same(run.get(), expected)
+            with pytest.raises(AmpError, match=r"amp\.set_state_dict was called inside a scale_loss block"):
+                run.set(expected)
+            scaled.backward(retain_graph=True)
+    run.optimizer.step()
+    assert not run.session.outcome(run.optimizer).skipped
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_before_its_first_step():

@@ -176,16 +176,16 @@ class Training(RuleBasedStateMachine):
         elif scale is None and self.level in ("O1", "O2"):
             scale = 128.0
         if self.by_optimizer:
-            options["master_weights"] = "split" if self.by_optimizer == "split" else False
+            options["master_weights"] = False
         self.session.initialize(
             self.model, self.optimizers, opt_level=self.level, num_losses=2, loss_scale=scale, **options
         )
         self.checks = self.scale in ("dynamic", "held")
         self.scales = [scale_of(high if scale == "dynamic" else scale or 1.0) for _ in range(2)]
         for n, p in self.params.items():
-            joined = self.is_low(n) and self.place(n) is not None and (p.has_master or not p.frozen)
-            p.has_master = joined and not self.by_optimizer
-            if self.is_low(n) and not p.has_master and not (joined and self.by_optimizer == "split"):
+            is_stepped = self.place(n) is not None and (p.has_master or not p.frozen)
+            p.has_master = self.is_low(n) and is_stepped and not self.by_optimizer
+            if self.is_low(n) and not p.has_master:
                 p.value = self.rounded(p.value)
         self.opts = [optimizer(opt.kind) for opt in self.opts]
 
