@@ -56,7 +56,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 
 # The sources that nvcc compiles slowest.
-LONGEST = ("lamb", "adam", "layerwise", "sgd", "adagrad", "lion", "muon", "elementwise")
+LONGEST = ("lamb", "adam", "sgd", "adagrad", "lion", "muon", "elementwise")
 
 # For speed: the build goes on without those that a compiler lacks. It needs all others.
 DROPPABLE = {"-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps", "-mprefer-vector-width=512"}

@@ -28,6 +28,6 @@ Autograd learns that ``params`` and ``extras`` changed, and gradients if they ar
 which is in no graph.
 """
 
-from ampctx.kernels.steps import adagrad, adam, lamb, lion, muon, novograd, sgd
+from ampctx.kernels.steps import adagrad, adam, lamb, lion, muon, sgd
 
-__all__ = ["adagrad", "adam", "lamb", "lion", "muon", "novograd", "sgd"]
+__all__ = ["adagrad", "adam", "lamb", "lion", "muon", "sgd"]

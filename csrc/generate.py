@@ -89,8 +89,6 @@ def _step_ops_header(specs) -> str:
         names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
         parts += [f'  static constexpr const char* {name} = "{op}";' for name, op in names.items()]
         parts += [_array("StateList", "states", sized)]
-        alone = [f'"{state.name}"' for state in spec.one_element if state.name != "steps"]
-        parts += [_array("const char*", "one_element", alone)]
         parts += [_array("const char*", "factors", [f'"{factor}"' for factor in spec.factors])]
         parts += [f"  static TensorRule rule(const {_options(spec)}& {argument}) {{ return {rule}; }}", "};\n"]
     return "\n".join([*parts, "}  // namespace ampctx\n"])
@@ -193,11 +191,12 @@ def _options_of_a_group(spec) -> str:
 
 def steps_module() -> str:
     """The text of ampctx/kernels/steps.py."""
-    specs = list(load_spec().SPECS.values())
-    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in specs)
+    declared = load_spec()
+    specs, optimizers = list(declared.SPECS.values()), list(declared.OPTIMIZERS.values())
+    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in optimizers)
     table = "# By op: its numbers, from a fused optimizer and its group.\n"
     table += f"OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {{\n{names}}}\n"
-    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, specs), table])
+    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, optimizers), table])
 
 
 if __name__ == "__main__":

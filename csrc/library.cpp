@@ -180,21 +180,20 @@ void count_skip(Arguments& in) {
 // --- optimizers
 // -------------------------------------------------------------------------------------------------------
 
-// The arguments of a step, of one pattern, that of ampctx/kernels/spec.py: grads, params, states, extras, states of one
-// element, step counts, skip counts, scalars, the norm to clip by, the op's own numbers, how to store, the bound of the
+// The arguments of a step, of one pattern, that of ampctx/kernels/spec.py: grads, params, states, extras, step
+// counts, skip counts, scalars, the norm to clip by, the op's own numbers, how to store, the bound of the
 // norm. So have their checks.
 class StepArguments {
  public:
   // All in front of the op's own numbers.
-  StepArguments(Arguments& in, std::initializer_list<StateList> states, std::initializer_list<const char*> one_element,
-                std::initializer_list<const char*> factors, bool unscales)
+  StepArguments(Arguments& in, std::initializer_list<StateList> states, std::initializer_list<const char*> factors,
+                bool unscales)
       : states_(states), unscales_(unscales) {
     walked_.push_back({"grads", in.list(unscales)});
     walked_.push_back({"params", in.list(true)});
     for (const StateList& state : states) walked_.push_back({state.name, in.list(true), state.code});
     walked_.push_back({"extras", in.list(true)});
-    for (const char* name : one_element) one_element_.push_back({name, in.list(true)});
-    one_element_.push_back({"steps", in.list(true)});
+    steps_ = &in.list(true);
     for (const StateList& state : states) {
       if (state.code != DType::f32) scales_.push_back({state.scales, in.list(true)});
     }
@@ -220,16 +219,13 @@ class StepArguments {
     }
     step.lists = call.lists(lists);
     add_extras(call, step);
-    const auto elements = [&](const ListArgument& argument) {
-      call.check_length(argument, grads());
-      return call.elements(argument);
-    };
-    step.steps = elements(one_element_.back());
+    const ListArgument steps{"steps", *steps_};
+    call.check_length(steps, grads());
+    step.steps = call.elements(steps);
     step.found_inf = call.found_inf(found_inf_);
     const Factor factor = call.factor("inv_scale", inv_scale_);
     step.lr = call.factor("lr", lr_);
     step.inv_scale = call.clipped(factor, grad_norm_, max_norm_);
-    for (size_t i = 0; i + 1 < one_element_.size(); ++i) step.one_element.push_back(elements(one_element_[i]));
     if (const size_t count = 5, size = skips_->size(); size == count) {
       const PerTensor at = call.elements({"skips", *skips_});
       step.skips = {at[0], at[1], at[2], at[3], at[4]};
@@ -339,8 +335,8 @@ class StepArguments {
 
   const std::initializer_list<StateList> states_;
   const bool unscales_;
-  std::vector<ListArgument> walked_, one_element_, scales_;  // the last are extras, and step counts
-  const Views* skips_;
+  std::vector<ListArgument> walked_, scales_;  // the last of the first are extras
+  const Views *steps_, *skips_;
   View found_inf_, inv_scale_, lr_, grad_norm_, numbers_;
   std::vector<std::pair<const char*, View>> factors_;
   bool maximize_, stochastic_state_;
@@ -352,7 +348,7 @@ class StepArguments {
 template <const Backend& backend, bool unscales, class Options, auto kernel>
 void step_op(Arguments& in) {
   using Op = StepOp<Options>;
-  StepArguments arguments(in, Op::states, Op::one_element, Op::factors, unscales);
+  StepArguments arguments(in, Op::states, Op::factors, unscales);
   const Options options = Options::taken(in);
   arguments.take_rest(in);
 

@@ -123,9 +123,8 @@ struct StepParameters {
 // tensors with elements.
 struct StepCall : StepParameters {
   TensorLists lists;
-  PerTensor steps;                     // step counts
-  std::vector<PerTensor> one_element;  // the op's other states of one element
-  std::vector<Factor> factors;         // the op's own
+  PerTensor steps;              // step counts
+  std::vector<Factor> factors;  // the op's own
   // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
   std::array<std::vector<void*>, kCodedStates> scales;
   const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places

@@ -61,8 +61,9 @@ FAULTS = [
         "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", LAYERWISE,
     ),
     Fault(
-        "novograd subtracts the gradient from the moment", "csrc/functors/novograd.h",
-        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", LAYERWISE,
+        "novograd divides twice", "ampctx/optimizers/layerwise.py",
+        "divide(moves, c1 if reg_inside_moment else d * c1)", "divide(moves, d * c1)",
+        "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(
         "larc decays upwards", "ampctx/optimizers/larc.py",

@@ -72,8 +72,7 @@ def run_op(
     Args:
         taken: the number of steps before this one.
         found_inf: nothing happens where it is not 0.
-        arguments: the op's others, and ``exp_avg_sqs`` of NovoGrad.
+        arguments: the op's others.
     """
-    along = {name: arguments.pop(name) for name in ("exp_avg_sqs",) if name in arguments}
     steps = call.tensor("step", taken).repeat(call.length).unbind()
-    spi.run_op(op, lists, {"steps": steps, **along}, {"found_inf": found_inf, **arguments})
+    spi.run_op(op, lists, {"steps": steps}, {"found_inf": found_inf, **arguments})

@@ -297,9 +297,9 @@ def muon(p: _Place, o: Options) -> Tensor:
     return _lerp(p.g, m, o.momentum) if o.nesterov else m
 
 
-def _norm(x: Tensor, order: float = 2.0) -> Tensor:
+def _norm(x: Tensor) -> Tensor:
     """Computed in fp64 and rounded once, so it equals the kernels' norm if their sums are exact."""
-    return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)
+    return torch.linalg.vector_norm(x.to(reference.widest(x.device))).to(x.dtype)
 
 
 def lamb(p: _Place, o: Options) -> Tensor:
@@ -320,24 +320,6 @@ def lamb(p: _Place, o: Options) -> Tensor:
     return p.w - (p.lr * torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)) * u
 
 
-def novograd(p: _Place, o: Options) -> Tensor:
-    """NovoGrad (Ginsburg et al. 2019): the second moment is one number per tensor, stored as a norm."""
-    norm = _norm(p.g, float("inf") if o.inf_norm else 2.0) if p.g.numel() else 0.0
-    former = p.state[1].to(p.dtype).reshape(())
-    blended = o.beta2 * former + (1 - o.beta2) * norm
-    if not o.inf_norm:
-        blended = codes.root(o.beta2 * former * former + (1 - o.beta2) * norm * norm)
-    n = blended if o.init_zero else torch.where(p.taken == 1, norm, blended)
-    p.write(1, n.reshape(p.state[1].shape))
-    rc1, rsc2 = _corrections(p, o)
-    d = n * rsc2 + o.eps
-    g = p.g / d + o.weight_decay * p.w if o.reg_inside_moment else p.g
-    m = o.beta1 * p.read(0) + ((1 - o.beta1) if o.grad_averaging else 1.0) * g
-    p.write(0, m)
-    u = m * rc1
-    return p.w - p.lr * (u if o.reg_inside_moment else u / d + o.weight_decay * p.w)
-
-
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec = SPECS[op]
@@ -349,7 +331,6 @@ def run(op: str, given: dict[str, Any]) -> None:
         *counts, scale = given["skips"]
         reference.count_skip_in(counts, o.found_inf, o.found_inf, scale)
     states = [given[state.name] for state in spec.sized if given[state.name]]
-    states += [given[state.name] for state in spec.one_element if state.name != "steps"]
     dtype = compute_dtype(*o.grads, *o.params, *o.extras, *(t for tensors in states for t in tensors))
     number = 0
     for i, row in enumerate(zip(o.grads, o.params, o.extras or [None] * len(o.grads), o.steps, *states, strict=True)):

@@ -2,7 +2,7 @@
 
 Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
 ``csrc/generate.py`` writes the C++ side and ``steps.py``. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
-``reference_steps``), the class, and the entry points of LAMB and NovoGrad (which walk elements more than once).
+``reference_steps``), the class, and the entry points of LAMB (which walks elements more than once).
 """
 
 from __future__ import annotations
@@ -212,14 +212,14 @@ _ALL = (
         factors=("global_grad_norm",),
         elementwise=False,
     ),
-    OpSpec(
-        "novograd",
-        """NovoGrad: ``exp_avg_sqs`` are one-element fp32 tensors n, the running norm of each gradient.
+)
+SPECS = {spec.name: spec for spec in _ALL}
 
-    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``. At step count 0, n is
-    the norm itself unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
-    p -= lr (m / c1 / d + weight_decay p). With ``reg_inside_moment``, g / d + weight_decay p replaces g, and
-    p -= lr m / c1. No host sync.""",
+# The optimizers, by those names, and one that has no op of its own: its state and its numbers.
+OPTIMIZERS = SPECS | {
+    "novograd": OpSpec(
+        "novograd",
+        "NovoGrad: norms, and two calls of ``sgd``.",
         (
             *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
             Number("reg_inside_moment", "bool", False, of="self.moment_mode == 0"),
@@ -227,8 +227,5 @@ _ALL = (
             Number("init_zero", "bool", False),
         ),
         (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True)),
-        ("NovoGrad<T>",),
-        elementwise=False,
     ),
-)
-SPECS = {spec.name: spec for spec in _ALL}
+}

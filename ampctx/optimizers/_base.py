@@ -33,7 +33,7 @@ from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import is_sharded, place_grads, wrote
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -232,7 +232,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
         rate = _options.check_number("lr", group["lr"])
         group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
-        for number in SPECS[self._op_of(group)].numbers:
+        for number in OPTIMIZERS[self._op_of(group)].numbers:
             if number.type == "float" and not number.of:
                 check = _options.check_number if number.checked else _options.check_finite
                 group[number.name] = check(number.name, group[number.name])
@@ -245,7 +245,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _saved_options(self, group: Group) -> Sequence[str]:
         """The options that all versions of torch, apex and ampctx save, besides lr."""
-        numbers = SPECS[self._op_of(group)].numbers
+        numbers = OPTIMIZERS[self._op_of(group)].numbers
         betas = ["betas"] if any(number.name == "beta1" for number in numbers) else []
         return betas + [number.name for number in numbers if number.type == "float" and not number.of]
 
@@ -520,7 +520,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return states
 
     def _forms(self, p: Tensor, group: Group) -> Forms:
-        return _state_types.forms_of(SPECS[self._op_of(group)], group, p.numel() >= _state_types.smallest_coded(group))
+        return _state_types.forms_of(
+            OPTIMIZERS[self._op_of(group)], group, p.numel() >= _state_types.smallest_coded(group)
+        )
 
     @torch.no_grad()
     def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
@@ -673,7 +675,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         result, names, at = {}, {}, {}
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
-            spec, kept = SPECS[self._op_of(group.saved)], _state_types.DEFAULTS
+            spec, kept = OPTIMIZERS[self._op_of(group.saved)], _state_types.DEFAULTS
             one_element = {state.key for state in spec.one_element}
             for name in kept:  # how to keep state is a choice of this run
                 group.saved.pop(name, None)

@@ -18,7 +18,7 @@ from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
 from ampctx._saved import check_format, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
-from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.kernels.tensor_loops import has_values
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, param_name
@@ -30,7 +30,7 @@ logger = logging.getLogger("ampctx")
 
 SKIPPED = "skipped_steps"  # a guard's count, an option of its groups
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
-SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
+SIZED = {*(state.key for spec in OPTIMIZERS.values() for state in spec.states), *EXTRAS.values()}
 OWN = {*EXTRAS.values(), *CODES_OF, *SCALES_OF}  # neither torch's nor apex's
 KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
 # Keys, and what the lowest and the highest of their values may be. The first row with a key counts.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx._saved import plain
 from ampctx.kernels.foreach import move
-from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 
 Group = dict[str, Any]
 
@@ -139,7 +139,7 @@ def _flags_of(spec: OpSpec) -> tuple[str, ...]:
 
 
 # The bool options of a group that an op steps. No cache: torch.compile warns of them.
-FLAGS = {name: _flags_of(spec) for name, spec in SPECS.items()}
+FLAGS = {name: _flags_of(spec) for name, spec in OPTIMIZERS.items()}
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> Any:

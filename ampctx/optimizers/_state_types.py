@@ -20,11 +20,11 @@ from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels.codes import BLOCK, DTYPES
 from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
 from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
-from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.optimizers._options import Group, check_choice
 from ampctx.weights.store import EXTRAS
 
-CODED = {state.key: state for spec in SPECS.values() for state in spec.coded}
+CODED = {state.key: state for spec in OPTIMIZERS.values() for state in spec.coded}
 CODES_OF = {state.codes_key: key for key, state in CODED.items()}
 SCALES_OF = {state.scales: key for key, state in CODED.items()}
 _CHOICES = (torch.float32, torch.bfloat16, "8bit")
@@ -58,7 +58,7 @@ def check(of: str, ops: Sequence[str], group: Group) -> None:
     """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: of the optimizer, which name its state."""
     if "state_dtype" not in group and "min_8bit_size" not in group:  # each step calls this
         return
-    given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
+    given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in OPTIMIZERS[op].coded]
     if not names:
         if given is not _WIDE:
             raise AmpValueError(

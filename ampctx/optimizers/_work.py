@@ -16,7 +16,7 @@ from ampctx.kernels.ops import factor, is_watched
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state_types import forms_of
 from ampctx.weights.step import Step
@@ -24,7 +24,7 @@ from ampctx.weights.store import EXTRAS
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 # By op: the options that switch one of its lists of state on.
-_SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in SPECS.items()}
+_SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in OPTIMIZERS.items()}
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -152,7 +152,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
     destination, is_pending, in_codes = kind
-    forms = forms_of(SPECS[optimizer._op_of(group)], group, in_codes)
+    forms = forms_of(OPTIMIZERS[optimizer._op_of(group)], group, in_codes)
     states = optimizer._states(forms, destination, members.params)
     targets, extra = members.params, []
     if destination == "model":

@@ -1,4 +1,4 @@
-"""NovoGrad with one op call for each bucket of parameters."""
+"""NovoGrad, put together of norms and list ops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing_extensions import Unpack
 
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx._saved import plain
+from ampctx.kernels.foreach import PerDevice
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group
+from ampctx.optimizers._work import Work
+from ampctx.weights.step import Step
 
 _NORM_TYPES = (2, 0)
 
@@ -23,14 +26,16 @@ class FusedNovoGrad(FusedOptimizer):
     """Implements NovoGrad (Ginsburg et al. 2019): the second moment is the running norm of a parameter's gradient. No
     host sync in ``step``.
 
-    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter, fp32: ``step``, ``exp_avg`` (fp64 for an
-    fp64 parameter) and the 0-d ``exp_avg_sq``, which is the norm itself, not its square.
+    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g|; at the first step, n is the norm itself.
+    With d = n / sqrt(c2) + eps and c = 1 - beta^step: m = beta1 m + (1 - beta1) g, p -= lr (m / c1 / d + weight_decay
+    p). State of each parameter, fp32: ``step``, ``exp_avg`` (m; fp64 for an fp64 parameter) and the 0-d ``exp_avg_sq``,
+    which is n, a norm and not its square.
 
     Args:
         bias_correction, betas, eps: as in Adam.
         weight_decay: decoupled, unless ``reg_inside_moment``.
         amsgrad: not supported.
-        reg_inside_moment: normalise the gradient and add the decay before averaging in ``exp_avg``.
+        reg_inside_moment: average g / d + weight_decay p in ``exp_avg``; then p -= lr m / c1.
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
         init_zero: start the running norm at 0 instead of the first norm.
@@ -67,6 +72,10 @@ class FusedNovoGrad(FusedOptimizer):
         if not isinstance(norm_type, (int, float)) or isinstance(norm_type, bool) or norm_type not in _NORM_TYPES:
             raise AmpValueError(f"norm_type is {norm_type!r}, expected 2 (L2) or 0 (largest magnitude)")
         group["norm_type"] = int(norm_type)
+
+    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
+        call = layerwise.StepLayers(self, work, scaling)
+        layerwise.novograd_step(call, call.norms(call.inv_scale, layerwise.norm_order(work.group)))
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """Splits apex's norms, two tensors a group: for its fp16 parameters and for the others. If one is empty (with

@@ -1,9 +1,9 @@
-"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and the norms of LARC where ranks hold parts of
-DTensors, and LAMB for apex's amp_C.
+"""Steps by norms of whole tensors, put together of ops: NovoGrad; LAMB and the norms of LARC where ranks hold parts of
+DTensors; and both optimizers for apex's amp_C.
 
-The ops of LAMB and NovoGrad make norms, directions and steps at once. That serves neither ranks, none of which knows a
-norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of length -1
-from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
+The op of LAMB makes norms, directions and steps at once. That serves neither ranks, none of which knows a norm, nor
+amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of length -1 from
+weights of 0), the op of SGD averages gradients likewise, and takes the steps.
 
 Norms over ranks: each rank makes sums of squares of its parts, one all_reduce adds up those of all parameters, and the
 step goes on with the roots. Every rank sends a number for each parameter with parts, in the order of groups: 0 where
@@ -58,9 +58,19 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
         _work.call(op, Work({}, kind, device, fused, [], named), {"maximize": False, "seed": 0, **numbers})
 
 
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """One-element tensors as one tensor."""
+    return torch.stack([t.reshape(()) if t.dim() else t for t in numbers])
+
+
 def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
     """Each tensor times its factor, in place: no op takes one for each tensor."""
     deque(map(Tensor.mul_, tensors, factors.unbind()), maxlen=0)
+
+
+def divide(tensors: Sequence[Tensor], divisors: Tensor) -> None:
+    """Each tensor by its divisor, in place."""
+    deque(map(Tensor.div_, tensors, divisors.unbind()), maxlen=0)
 
 
 def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
@@ -114,6 +124,68 @@ class Layers:
         if weight_decay != 0 and adam_w_mode:
             foreach.axpby(updates, weights, updates, Unread(), 1.0, weight_decay)
         return updates
+
+    def norms(self, factor: Factor, order: float) -> Tensor:
+        """The norm of each gradient times ``factor``: of order 2 or inf."""
+        grads = self.lists["grads"]
+        if order == _INF:
+            largest = torch.stack(list(map(_largest, grads))).to(self.dtype)
+            return (largest * (factor.on(largest.device) if isinstance(factor, PerDevice) else factor)).abs()
+        return foreach.unscale_l2norms(grads, Unread(), factor)[1].to(self.dtype)
+
+    def normalized(
+        self,
+        factor: Factor,
+        weights: Sequence[Tensor],
+        norms: Tensor,
+        taken: Tensor,
+        *,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool,
+        grad_averaging: bool,
+        reg_inside_moment: bool,
+        inf_norm: bool,
+        init_zero: bool,
+    ) -> list[Tensor]:
+        """NovoGrad's moves for the gradients times ``factor``, without decoupled decay, as new tensors. The averages
+        and the running norms advance.
+
+        norms: of these gradients. taken: the steps before, a number for each tensor; overwritten.
+        """
+        of_grads, taken = self.lists["exp_avg_sqs"], taken + 1
+        n = stacked(of_grads).to(self.dtype)
+        blended = beta2 * n + (1 - beta2) * norms
+        if not inf_norm:
+            blended = (beta2 * n * n + (1 - beta2) * norms * norms).sqrt()
+        if not init_zero:
+            blended = torch.where(taken == 1, norms, blended)
+        blended = torch.where(self.found_inf.reshape(()) != 0, n, blended)
+        foreach.scale(list(blended.unbind()), of_grads, Unread(), 1.0)
+        c1, d = torch.ones_like(blended), blended + eps
+        if bias_correction:
+            t = taken.to(widest(taken.device))
+            c1, rsc2 = (1 - beta1**t).to(self.dtype), (1 / (1 - beta2**t).sqrt()).to(self.dtype)
+            d = blended * rsc2 + eps
+        read = self.lists["grads"]
+        if reg_inside_moment:
+            read = self.new()
+            foreach.scale(self.lists["grads"], read, Unread(), factor)
+            divide(read, d)
+            foreach.axpby(read, weights, read, Unread(), 1.0, weight_decay)
+            factor = 1.0
+        moves = self.new()
+        averaged = {"grads": read, "params": moves, "momentum_buffers": self.lists["exp_avgs"]}
+        # Counts of the step after this one: at 0 the op would start the average with the whole gradient.
+        along: dict[str, Sequence[Tensor]] = {"steps": list(taken.unbind())}
+        if "exp_avg_scales" in self.lists:
+            along["momentum_buffer_scales"] = self.lists["exp_avg_scales"]
+        options = {**_SGD, "momentum": beta1, "dampening": beta1 if grad_averaging else 0.0}
+        self.run("sgd", averaged, along, factor, lr=-1.0, **options)
+        divide(moves, c1 if reg_inside_moment else d * c1)
+        return moves
 
     def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
         """``params -= lr * moves``, with SGD's options."""
@@ -205,7 +277,7 @@ class Norms:
     def of_params(self, values: Tensor, params: Sequence[Tensor]) -> Tensor:
         return values.index_select(0, self._index([self._place[id(p)] for p in params]))
 
-    def of(self, values: Tensor, call: _Shards) -> Tensor:
+    def of(self, values: Tensor, call: StepLayers) -> Tensor:
         """The values of the parameters of a call, on its device and in its type of arithmetic."""
         return move(self.of_params(values, call.work.members), call.work.device).to(call.dtype)
 
@@ -215,8 +287,8 @@ def _largest(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide, _INF) if t.numel() else torch.zeros((), dtype=wide.dtype, device=t.device)
 
 
-class _Shards(Layers):
-    """The tensors of one call of an optimizer's step."""
+class StepLayers(Layers):
+    """The tensors of one op call of an optimizer's step."""
 
     def __init__(self, optimizer: Any, work: Work, scaling: Step) -> None:
         # The skip counts are for the op that takes the step.
@@ -239,7 +311,7 @@ class _Shards(Layers):
 
     def taken(self) -> Tensor:
         """A copy of the step counts."""
-        return torch.stack([step.reshape(()) for step in self.lists["steps"]])
+        return stacked(self.lists["steps"])
 
     def signed(self, factor: Factor) -> Factor:
         return product(factor, -1.0) if self.group["maximize"] else factor
@@ -258,7 +330,7 @@ class _Shards(Layers):
 def lamb(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
     """A step of LAMB. Two all_reduces; one where no group needs a ratio of norms."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [_Shards(optimizer, work, scaling) for work in works]
+    calls = [StepLayers(optimizer, work, scaling) for work in works]
     of_w, of_g, of_u = norms.empty(), norms.empty(), norms.empty()
     weights = [call.weights() for call in calls]
     for call, w in zip(calls, weights, strict=True):
@@ -288,58 +360,30 @@ def lamb(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
 
 
 def novograd(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
-    """A step of NovoGrad. One all_reduce, and another one if groups differ in their ``norm_type``."""
+    """A step of NovoGrad over ranks. One all_reduce, and another one if groups differ in their ``norm_type``."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [_Shards(optimizer, work, scaling) for work in works]
+    calls = [StepLayers(optimizer, work, scaling) for work in works]
     by_order: dict[float, Tensor] = {}
-    for order in dict.fromkeys(map(_order, optimizer.param_groups)):
+    for order in dict.fromkeys(map(norm_order, optimizer.param_groups)):
         values = norms.empty()
         for call in calls:
-            if _order(call.group) == order:
+            if norm_order(call.group) == order:
                 norms.add(values, call.work.members, call.lists["grads"], call.inv_scale, order)
         (by_order[order],) = norms.join(values, order=order)
     for call in calls:
-        _novograd_step(call, norms.of(by_order[_order(call.group)], call))
+        novograd_step(call, norms.of(by_order[norm_order(call.group)], call))
 
 
-def _order(group: Group) -> float:
+def norm_order(group: Group) -> float:
+    """The order of NovoGrad's norms."""
     return _INF if group["norm_type"] == 0 else 2.0
 
 
-def _novograd_step(call: _Shards, norm: Tensor) -> None:
-    group, lists = call.group, call.lists
-    (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    n = torch.stack([each.reshape(()) for each in lists["exp_avg_sqs"]]).to(call.dtype)
-    taken = call.taken() + 1
-    blended = beta2 * n + (1 - beta2) * norm
-    if group["norm_type"] != 0:
-        blended = (beta2 * n * n + (1 - beta2) * norm * norm).sqrt()
-    if not group["init_zero"]:
-        blended = torch.where(taken == 1, norm, blended)
-    blended = torch.where(call.found_inf.reshape(()) != 0, n, blended)
-    for each, new in zip(lists["exp_avg_sqs"], blended.unbind(), strict=True):
-        each.copy_(new.reshape(each.shape))
-    rc1, rsc2 = torch.ones_like(blended), torch.ones_like(blended)
-    if group["bias_correction"]:
-        t = taken.to(widest(taken.device))
-        rc1, rsc2 = (1 / (1 - beta1**t)).to(call.dtype), (1 / (1 - beta2**t).sqrt()).to(call.dtype)
-    denominator = blended * rsc2 + group["eps"]
-    read, factor = lists["grads"], call.signed(call.inv_scale)
-    inside = call.optimizer.moment_mode == 0
-    if inside:
-        read = call.new()
-        foreach.scale(lists["grads"], read, Unread(), factor)
-        multiply(read, 1 / denominator)
-        foreach.axpby(read, call.weights(), read, Unread(), 1.0, decay)
-        factor = 1.0
-    moves = call.new()
-    # Counts of the step after this one: at 0 the op would start the average with the whole gradient.
-    along = {"steps": list(taken.unbind()), "momentum_buffer_scales": lists.get("exp_avg_scales", ())}
-    average = {**_SGD, "momentum": beta1, "dampening": beta1 if group["grad_averaging"] else 0.0}
-    averaged = {"grads": read, "params": moves, "momentum_buffers": lists["exp_avgs"]}
-    call.run("sgd", averaged, along, factor, lr=-1.0, **average)
-    multiply(moves, rc1 if inside else rc1 / denominator)
-    call.finish(moves, weight_decay=0.0 if inside else decay)
+def novograd_step(call: StepLayers, norms: Tensor) -> None:
+    """A step of NovoGrad with the norms of the unscaled gradients."""
+    options = call.optimizer._op_options(call.group)
+    moves = call.normalized(call.signed(call.inv_scale), call.weights(), norms, call.taken(), **options)
+    call.finish(moves, weight_decay=0.0 if options["reg_inside_moment"] else options["weight_decay"])
 
 
 def larc_norms(

@@ -109,17 +109,14 @@ class BlockAccess {
   const Convert* store_;
 };
 
-// Adds up the partial results of each tensor's blocks, partial[count * block.number ...], in order, or takes the
-// largest, and calls function(tensor, totals).
+// Adds up the partial results of each tensor's blocks, partial[count * block.number ...], in order, and calls
+// function(tensor, totals).
 template <int count, class Function>
-void for_each_total(const TensorLists& lists, const double* partial, const Function& function, bool maxima = false) {
+void for_each_total(const TensorLists& lists, const double* partial, const Function& function) {
   for (int64_t tensor = 0; tensor < lists.size(); ++tensor) {
     double total[count] = {};
     for (int64_t block = block_count(lists.numel[tensor]); block > 0; --block) {
-      for (double& value : total) {
-        value = maxima ? maximum(value, *partial) : value + *partial;
-        ++partial;
-      }
+      for (double& value : total) value += *partial++;
     }
     function(tensor, total);
   }

@@ -233,43 +233,6 @@ void step_as(const Context& context, const StepCall& call, const LambOptions& op
   });
 }
 
-// The norms of the unscaled gradients of each non-empty tensor.
-template <class T>
-std::vector<T> norms_of(const Context& context, const StepCall& call, bool inf_norm) {
-  const BlockAccess<T> access(call.lists, simd());
-  const auto norm = inf_norm ? arithmetic<T>(simd()).max_norm : arithmetic<T>(simd()).l2norm;
-  double* const partial = static_cast<double*>(call.norms);
-  for_each_block(context, call.lists, [&](const Block& block) {
-    typename BlockAccess<T>::Buffer buffer;
-    norm(access.read(0, block, buffer), block.size, static_cast<T>(call.inv_scale.value), &partial[block.number]);
-  });
-  std::vector<T> norms(call.lists.numel.size());
-  const auto keep = [&](int64_t tensor, const double (&total)[1]) {
-    norms[tensor] = static_cast<T>(inf_norm ? total[0] : std::sqrt(total[0]));
-  };
-  for_each_total<1>(call.lists, partial, keep, inf_norm);
-  return norms;
-}
-
-template <class T>
-void step_as(const Context& context, const StepCall& call, const NovogradOptions& options) {
-  const PerTensor& exp_avg_sqs = call.one_element[0];
-  const NovoGrad<T> novograd(options);
-  TensorScalars<T>* const scalars = advance_steps<T>(call);
-  const auto norms = norms_of<T>(context, call, options.inf_norm);
-  int64_t number = 0;
-  for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
-    const bool has_elements = number < call.lists.size() && call.lists.index[number] == i;
-    const T norm = has_elements ? norms[number] : 0;
-    const T n = blend_norm(novograd, *call.steps[i] == 1, static_cast<T>(*exp_avg_sqs[i]), norm);
-    *exp_avg_sqs[i] = static_cast<float>(n);
-    if (!has_elements) continue;
-    scalars[number].denominator = denominator(novograd, scalars[number], n);
-    ++number;
-  }
-  update<T, NovoGrad<T>>(context, call, scalars, novograd, optimizer_loops<T>(simd()).steps);
-}
-
 template <class T, class Options, class... Optimizers>
 void step_by(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
   const StepLoops<T>& loops = optimizer_loops<T>(simd()).steps;

@@ -176,19 +176,6 @@ bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
   return l2norm_of(static_cast<const From*>(x), n, inv_scale, sums);
 }
 
-template <class T>
-bool max_norm(const T* x, int64_t n, T inv_scale, double* result) {
-  BitsOf<T> largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const auto bits = magnitude_bits(x[i] * inv_scale);
-    largest = bits > largest ? bits : largest;
-  }
-  T value;
-  memcpy(&value, &largest, sizeof(value));
-  *result = static_cast<double>(value);
-  return true;
-}
-
 }  // namespace
 
 extern const OptimizerLoops AMPCTX_TABLE(optimizers);
@@ -196,8 +183,8 @@ extern const Simd AMPCTX_TABLE(simd);
 // The order of the types is that of DType.
 const Simd AMPCTX_TABLE(simd) = {
     AMPCTX_QUOTE(AMPCTX_SIMD_NAME),
-    {scale_vectors<false, float, float, float>, axpby<float>, l2norm_of<float, float>, max_norm<float>},
-    {scale_vectors<false, double, double, double>, axpby<double>, l2norm_of<double, double>, max_norm<double>},
+    {scale_vectors<false, float, float, float>, axpby<float>, l2norm_of<float, float>},
+    {scale_vectors<false, double, double, double>, axpby<double>, l2norm_of<double, double>},
     {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr, load<Remainder, float>},
      {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
     {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},

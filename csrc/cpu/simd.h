@@ -17,8 +17,6 @@ struct Arithmetic {
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
   bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sums);  // of squares, one for each kBlock elements
-  // max|x * inv_scale|, or nan if an element is nan. True: does no finite check.
-  bool (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
 };
 
 // One block of an optimizer step, in the type of the arithmetic.

@@ -67,9 +67,9 @@ __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
   double sum = 0;
 #pragma unroll 4  // loads that do not wait for each other: few GPUs run more than 4 * kThreads blocks
   for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += to.of_blocks[block];
-  sum = join_block<L2Norm>(sum);
+  sum = join_block(sum);
   if (threadIdx.x != 0) return;
-  *to.norm = L2Norm::finish(sum);
+  *to.norm = norm_of_sum(sum);
   if (to.again) *to.again = *to.norm;
 }
 
@@ -90,16 +90,16 @@ __global__ void __launch_bounds__(kThreads)
     for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
 #pragma unroll
       for (int k = 0; k < kCount<decltype(value)>; ++k) finite = finite && is_finite(value[0][k]);
-      of_segment[0] += L2Norm::of(value[0], inv_scale);
+      of_segment[0] += sum_of_squares(value[0], inv_scale);
     });
     sum += of_segment[0];
     if constexpr (per_tensor) {
-      leave_piece<L2Norm>(table, share, tensor, of_segment, to.pieces, store);
+      leave_piece(table, share, tensor, of_segment, to.pieces, store);
     }
   });
-  if constexpr (per_tensor) finish_norms<L2Norm, 1>(table, share, to.pieces, to.tickets, store);
+  if constexpr (per_tensor) finish_norms<1>(table, share, to.pieces, to.tickets, store);
   if (!finite) *found_inf.word = found_inf.raised;
-  sum = join_block<L2Norm>(sum);
+  sum = join_block(sum);
   if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
   if (!is_last_block(to.tickets)) return;
   join_all(to, to.blocks + gridDim.x);

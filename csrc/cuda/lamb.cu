@@ -8,6 +8,20 @@
 namespace ampctx::cuda {
 namespace {
 
+// What StepCall::norms points to: room for two norms of each tensor, and then the pieces they come from; and the
+// tickets of the call. The launches for the tables of a call may use the same, one after the other.
+struct LayerNorms {
+  float* norms = nullptr;
+  float* pieces = nullptr;
+  unsigned* tickets = nullptr;
+
+  LayerNorms(const Context& context, const StepCall& call) {
+    if (call.lists.size() == 0) return;
+    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
+    tickets = tickets_for(context);
+  }
+};
+
 enum class Walk { moments, weights, all };
 
 // What a kernel is given besides the table and its share.
@@ -54,8 +68,8 @@ struct LambFunctor {
     if constexpr (walk == Walk::moments) {
 #pragma unroll
       for (int k = 0; k < n; ++k) u[k] = places.holds(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
-      sum[0] += L2Norm::of(value[1], 1.0f);
-      sum[1] += L2Norm::of(u, 1.0f);
+      sum[0] += sum_of_squares(value[1], 1.0f);
+      sum[1] += sum_of_squares(u, 1.0f);
     } else {
 #pragma unroll
       for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
@@ -85,7 +99,9 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
-  [[maybe_unused]] const auto store = call.norms.store<2>();
+  [[maybe_unused]] const auto store = [to = call.norms.norms](int tensor, int norm, float value) {
+    to[int64_t{2} * tensor + norm] = value;
+  };
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
   // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
   constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
@@ -106,11 +122,10 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
               lamb_rate(lr, call.norms.norms[int64_t{2} * tensor], call.norms.norms[int64_t{2} * tensor + 1]);
         }
         walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call.step, functor);
-        if constexpr (walk == Walk::moments)
-          leave_piece<L2Norm>(table, share, tensor, functor.sum, call.norms.pieces, store);
+        if constexpr (walk == Walk::moments) leave_piece(table, share, tensor, functor.sum, call.norms.pieces, store);
       });
   if constexpr (walk == Walk::moments) {
-    finish_norms<L2Norm, 2>(table, share, call.norms.pieces, call.norms.tickets, store);
+    finish_norms<2>(table, share, call.norms.pieces, call.norms.tickets, store);
   }
 }
 

@@ -13,75 +13,51 @@
 
 namespace ampctx::cuda {
 
-// A norm is what a thread makes of n elements, how values are joined, starting from 0, and what becomes of the last.
-struct L2Norm {
-  template <int n>
-  static __device__ __forceinline__ float of(const float (&x)[n], float inv_scale) {
-    float term[n];
+// What a thread adds to a sum of squares for n elements.
+template <int n>
+__device__ __forceinline__ float sum_of_squares(const float (&x)[n], float inv_scale) {
+  float term[n];
 #pragma unroll
-    for (int k = 0; k < n; ++k) term[k] = l2norm_term(x[k], inv_scale);
+  for (int k = 0; k < n; ++k) term[k] = l2norm_term(x[k], inv_scale);
 #pragma unroll
-    for (int width = n / 2; width > 0; width /= 2) {
+  for (int width = n / 2; width > 0; width /= 2) {
 #pragma unroll
-      for (int k = 0; k < width; ++k) term[k] += term[k + width];
-    }
-    return term[0];
+    for (int k = 0; k < width; ++k) term[k] += term[k + width];
   }
-  template <class T>
-  static __device__ __forceinline__ T join(T a, T b) {
-    return a + b;
-  }
-  static __device__ float finish(double total) { return static_cast<float>(sqrt(total)); }
-};
+  return term[0];
+}
 
-// max|x|, nan where there is one.
-struct MaxNorm {
-  template <int n>
-  static __device__ __forceinline__ float of(const float (&x)[n], float inv_scale) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      const uint32_t bits = magnitude_bits(x[k] * inv_scale);
-      largest = bits > largest ? bits : largest;
-    }
-    return float_of(largest);
-  }
-  template <class T>
-  static __device__ __forceinline__ T join(T a, T b) {
-    return maximum(a, b);
-  }
-  static __device__ float finish(double total) { return static_cast<float>(total); }
-};
+__device__ inline float norm_of_sum(double total) { return static_cast<float>(sqrt(total)); }
 
-template <class Norm, class T>
+template <class T>
 __device__ T join_warp(T value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    value = Norm::join(value, __shfl_down_sync(kAllLanes, value, distance));
+    value += __shfl_down_sync(kAllLanes, value, distance);
   }
   return value;  // in lane 0
 }
 
-template <class Norm, class T>
+template <class T>
 __device__ T join_block(T value) {
   __shared__ T of_warp[kThreads / kWarp];
-  value = join_warp<Norm>(value);
+  value = join_warp(value);
   __syncthreads();  // those of an earlier call may still be read
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();
   T total = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) total = Norm::join(total, of_warp[warp]);
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) total += of_warp[warp];
   return total;
 }
 
 // Called by all threads for each segment of for_each_segment: `value` of a thread is what it made of the elements for
 // each of `count` norms. pieces[count * piece + norm]. Calls store(tensor, norm, value) for the norms of a tensor that
 // is in this block alone.
-template <class Norm, int count, class Table, class Store>
+template <int count, class Table, class Store>
 __device__ void leave_piece(const Table& table, int64_t share, int tensor, const float (&value)[count], float* pieces,
                             const Store& store) {
   float joined[count];
 #pragma unroll
-  for (int i = 0; i < count; ++i) joined[i] = join_block<Norm>(value[i]);
+  for (int i = 0; i < count; ++i) joined[i] = join_block(value[i]);
   if (threadIdx.x != 0) return;
   float* const piece = pieces + count * (int64_t{blockIdx.x} + tensor);
   const int64_t block_begin = blockIdx.x * share, block_end = block_begin + share;
@@ -89,13 +65,13 @@ __device__ void leave_piece(const Table& table, int64_t share, int tensor, const
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     piece[i] = joined[i];
-    if (is_whole) store(tensor, i, Norm::finish(joined[i]));
+    if (is_whole) store(tensor, i, norm_of_sum(joined[i]));
   }
 }
 
 // Called by all threads of a block that has left its pieces: the norms of tensors that are in more than one block, by
 // the last of these.
-template <class Norm, int count, class Table, class Store>
+template <int count, class Table, class Store>
 __device__ void finish_norms(const Table& table, int64_t share, const float* pieces, unsigned* tickets,
                              const Store& store) {
   if (threadIdx.x >= kWarp) return;
@@ -109,10 +85,10 @@ __device__ void finish_norms(const Table& table, int64_t share, const float* pie
     for (int i = 0; i < count; ++i) {
       double total = 0;
       for (int64_t piece = first + tensor + threadIdx.x; piece <= last + tensor; piece += kWarp) {
-        total = Norm::join(total, static_cast<double>(pieces[count * piece + i]));
+        total += static_cast<double>(pieces[count * piece + i]);
       }
-      total = join_warp<Norm>(total);
-      if (threadIdx.x == 0) store(tensor, i, Norm::finish(total));
+      total = join_warp(total);
+      if (threadIdx.x == 0) store(tensor, i, norm_of_sum(total));
     }
   };
   // Only the first and the last tensor of a block are in others, too.
@@ -120,45 +96,6 @@ __device__ void finish_norms(const Table& table, int64_t share, const float* pie
   const int first = find_tensor(table, begin), last = find_tensor(table, (end < total ? end : total) - 1);
   finish(first);
   if (last != first) finish(last);
-}
-
-// --- norms of each tensor before the last walk of a layer-wise optimizer; nothing where found_inf is set ---
-
-// What StepCall::norms points to: room for two norms of each tensor, and then the pieces they come from; and the
-// tickets of the call. The launches for the tables of a call may use the same, one after the other.
-struct LayerNorms {
-  float* norms = nullptr;
-  float* pieces = nullptr;
-  unsigned* tickets = nullptr;
-
-  LayerNorms(const Context& context, const StepCall& call) {
-    if (call.lists.size() == 0) return;
-    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
-    tickets = tickets_for(context);
-  }
-
-  template <int count>
-  __device__ __forceinline__ auto store() const {
-    return [to = norms](int tensor, int norm, float value) { to[int64_t{count} * tensor + norm] = value; };
-  }
-};
-
-// The norms of gradients, the first list, times a factor.
-template <class Norm, class Table>
-__global__ void __launch_bounds__(kThreads, 4)
-    layer_norms_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, ClippedFactor factor,
-                       LayerNorms to) {
-  if (found_inf.is_set()) return;
-  const float inv_scale = factor.get();
-  const auto store = to.store<1>();
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    float norm[1] = {};
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
-      norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
-    });
-    leave_piece<Norm>(table, share, tensor, norm, to.pieces, store);
-  });
-  finish_norms<Norm, 1>(table, share, to.pieces, to.tickets, store);
 }
 
 }  // namespace ampctx::cuda

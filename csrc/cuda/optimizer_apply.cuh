@@ -69,12 +69,10 @@ void launch_step(const Context& context, const StepCall& call, const Optimizer& 
   });
 }
 
-// The step itself. `denominators`: NovoGrad's.
 template <class Options, class Optimizer>
-void update(const Context& context, const StepCall& call, const Optimizer& optimizer, unsigned* tickets,
-            const float* denominators = nullptr) {
+void update(const Context& context, const StepCall& call, const Optimizer& optimizer) {
   StepCounts counts(call);
-  counts.tickets = tickets, counts.denominators = denominators;
+  if (call.lists.size() > 0) counts.tickets = tickets_for(context);
   const auto launch = [&](auto unscales) {
     if constexpr (may_round_states<Options>(Optimizer::kStates)) {
       if (rounds_states(call)) return launch_step<true, true, true>(context, call, optimizer, counts);
@@ -89,8 +87,7 @@ void update(const Context& context, const StepCall& call, const Optimizer& optim
 // Of the functors the one for as many states.
 template <class Options, class... Optimizers>
 void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options), tickets) : void()), ...);
+  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options)) : void()), ...);
 }
 
 }  // namespace ampctx::cuda

@@ -14,10 +14,9 @@ void advance_empty_steps(const Context& context, const StepCall& call);
 // The step counts of a launch: the list of its table behind those that are walked.
 struct StepCounts {
   TensorRule rule;
-  unsigned* tickets = nullptr;          // null: another walk of this step advances them
-  const float* denominators = nullptr;  // NovoGrad's, for each tensor with elements
-  const int64_t* numbers = nullptr;     // of these tensors, for random bits; null: their places
-  int64_t first = 0;                    // the place of the table's first among these
+  unsigned* tickets = nullptr;       // null: another walk of this step advances them
+  const int64_t* numbers = nullptr;  // of the tensors with elements, for random bits; null: their places
+  int64_t first = 0;                 // the place of the table's first among these
 
   explicit StepCounts(const StepCall& call) : rule(call.rule), numbers(call.numbers) {}
 };
@@ -36,7 +35,6 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
     const int64_t place = counts.first + own, number = counts.numbers ? counts.numbers[place] : place;
     t = next_step(*static_cast<const float*>(table.pointer[list][own]));
     scalars[threadIdx.x] = tensor_scalars<float>(counts.rule, t, number);
-    if (counts.denominators) scalars[threadIdx.x].denominator = counts.denominators[place];
   }
   __syncthreads();
   if (!is_here || !counts.tickets) return;

@@ -66,6 +66,5 @@ AMPCTX_FN bool is_finite(T value) {
 
 // The bits order magnitudes as the numbers do, with inf above them all and nan above inf.
 AMPCTX_FN uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
-AMPCTX_FN uint64_t magnitude_bits(double x) { return bits_of(x) & 0x7fffffffffffffffull; }
 
 }  // namespace ampctx

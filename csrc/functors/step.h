@@ -20,7 +20,6 @@ struct TensorScalars {
   T rc1, rsc2;
   int32_t is_first;  // t == 1
   RandomKey key;
-  T denominator;  // NovoGrad's d, once its norm is known
 };
 
 struct TensorRule {
@@ -44,7 +43,7 @@ AMPCTX_FN double next_step(float step) {
 // `number` of the tensor among those of the call that have elements.
 template <class T>
 AMPCTX_FN TensorScalars<T> tensor_scalars(const TensorRule& rule, double t, int64_t number) {
-  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, to_int64(t), number), 1};
+  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, to_int64(t), number)};
   if (rule.bias_correction) {
     scalars.rc1 = static_cast<T>(1 / (1 - power(rule.beta1, t)));
     scalars.rsc2 = static_cast<T>(1 / square_root(1 - power(rule.beta2, t)));

@@ -106,7 +106,7 @@ def allocations(fn):
 @pytest.mark.full(but=14)
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB"])
 @with_plans
 def test_the_tail_allocates_nothing_but_scalars_and_partial_sums(session, name, level, clip):
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.BatchNorm1d(128))

@@ -268,7 +268,7 @@ def _stale(call):
     [
         (ops, "multi_tensor_scale", _beyond, "memory around list"),
         (ops, "multi_tensor_scale", _unflagged, "inf at 0 is flagged"),
-        *((optimizer_ops, n, _stale, f"{n}, ") for n in ("adam", "sgd", "adagrad", "lion", "muon", "novograd")),
+        *((optimizer_ops, n, _stale, f"{n}, ") for n in ("adam", "sgd", "adagrad", "lion", "muon")),
         (optimizer_ops, "lamb", _stale, "nvlamb, split"),
     ],
 )

@@ -34,7 +34,6 @@ class Optimizer:
     op: str
     states: tuple[str, ...]
     options: dict[str, Any]
-    per_tensor: tuple[str, ...] = ()  # lists of one element for each tensor, besides the step counts
 
 
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "bias_correction": True, "adam_w_mode": True}
@@ -50,11 +49,8 @@ _LAMB = {**_ADAM, "eps": 1e-6, "max_grad_norm": 1.0, "grad_averaging": True, "us
 _LAMB |= {"global_grad_norm": torch.tensor(4.0)}
 LAMB = Optimizer("lamb", "multi_tensor_lamb", ADAM.states, _LAMB)
 LAMB_WITHOUT_RATIO = Optimizer("lamb-without-ratio", LAMB.op, LAMB.states, {**_LAMB, "weight_decay": 0.0})
-_NOVOGRAD = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "bias_correction": True, "grad_averaging": True}
-_NOVOGRAD |= {"reg_inside_moment": False, "inf_norm": False, "init_zero": False}
-NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGRAD, ("exp_avg_sqs",))
 ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
-STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
+STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO)
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
@@ -82,7 +78,7 @@ class Call:
     @property
     def elementwise(self) -> list[str]:
         """The lists that are in use and agree in sizes and layouts."""
-        alone = ("steps", *self.optimizer.per_tensor, *SCALES)
+        alone = ("steps", *SCALES)
         return [name for name, tensors in self.lists.items() if tensors and name not in alone]
 
     def clone(self) -> Call:
@@ -126,10 +122,8 @@ class Call:
             self.assert_same(expected)
 
     def _has_norms(self) -> bool:
-        op = self.op.replace("unscaling_", "")
-        if op == LAMB.op:
-            return self.options["use_nvlamb"] or self.options["weight_decay"] != 0
-        return op == NOVOGRAD.op
+        is_lamb = self.op.replace("unscaling_", "") == LAMB.op
+        return is_lamb and (self.options["use_nvlamb"] or self.options["weight_decay"] != 0)
 
 
 def assert_nearly_same(call: Call, expected: Call) -> None:
@@ -231,8 +225,6 @@ def make_call(
             lists[name], lists[CODED[name].scales] = encoded(lists[name], CODED[name].code)
         elif state == "mixed":
             lists[name] = [t.bfloat16() for t in lists[name]]
-    for name in optimizer.per_tensor:
-        lists[name] = [t.abs()[0] for t in backend.randn([1] * len(sizes), seed=8)]
     lists["extras"] = make_extras(backend, sizes, write_back, param, extra)
     names = argument_names(optimizer.op)
     decay = {"weight_decay": 0.1} if "weight_decay" in names else {}

@@ -1,13 +1,13 @@
-"""The optimizers with norms of tensors on every backend: the formulas in fp64, and the norms. test_optimizer_steps.py
-has what all optimizers share."""
+"""LAMB, with norms of tensors, on every backend: the formula in fp64, and the norms. test_optimizer_steps.py has what
+all optimizers share."""
 
 import itertools
 
 import pytest
 import torch
-from backends import CHUNKS, NON_FINITE, short
+from backends import short
 from formulas import Formula
-from optimizer_calls import LAMB, LOW, MANY, NOVOGRAD, Call, bits, make_call, on_kernels
+from optimizer_calls import LAMB, LOW, MANY, Call, bits, make_call, on_kernels
 
 SIZES = [33, 1, 700, 2500]
 
@@ -24,80 +24,63 @@ def flag_id(flags):
 
 
 LAMBS = combinations_of("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
-NOVOGRADS = combinations_of("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")
 
 
-@pytest.mark.full(but=160)
+@pytest.mark.full(but=80)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("optimizer", "flags"),
-    [
-        pytest.param(optimizer, flags, id=f"{optimizer.name}-{flag_id(flags)}")
-        for optimizer, of_optimizer in ((LAMB, LAMBS), (NOVOGRAD, NOVOGRADS))
-        for flags in of_optimizer
-    ],
-)
-def test_formula(backend, optimizer, flags, weight_decay):
-    """Three steps from a zero state. Of LAMB: the norm below max_grad_norm, above it, and no limit."""
-    call = make_call(backend, optimizer, SIZES, counts=[0], weight_decay=weight_decay, **flags)
+@pytest.mark.parametrize("flags", LAMBS, ids=flag_id)
+def test_formula(backend, flags, weight_decay):
+    """Three steps from a zero state: the norm below max_grad_norm, above it, and no limit."""
+    call = make_call(backend, LAMB, SIZES, counts=[0], weight_decay=weight_decay, **flags)
     for t in call["exp_avgs"] + call["exp_avg_sqs"]:
         t.zero_()
-    o = {**call.options, "lr": 0.05, "max_grad_norm": 0.0, "norm_type": 0 if flags.get("inf_norm") else 2}
+    o = {**call.options, "lr": 0.05, "max_grad_norm": 0.0}
     o["betas"] = o["beta1"], o["beta2"]
-    exact = Formula(optimizer.name, [p.double() for p in call["params"]], o)
+    exact = Formula(LAMB.name, [p.double() for p in call["params"]], o)
     for step, (norm, limit) in enumerate([(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)], start=1):
-        if optimizer is LAMB:
-            call.options |= {"max_grad_norm": limit, "global_grad_norm": torch.tensor(norm)}
+        call.options |= {"max_grad_norm": limit, "global_grad_norm": torch.tensor(norm)}
         grads = backend.randn(SIZES, seed=100 + step)
         for g, given in zip(grads, call["grads"], strict=True):
             given.copy_(g * 8)
         call.run(backend, inv_scale=0.125, lr=0.05)
-        clip = limit / norm if optimizer is LAMB and 0 < limit < norm else 1.0
+        clip = limit / norm if 0 < limit < norm else 1.0
         exact.step([g.double() * clip for g in grads])
     for i, (p, state) in enumerate(zip(exact.params, exact.state, strict=True)):
-        wanted = {"params": p, "exp_avgs": state["m"], "exp_avg_sqs": state["v" if optimizer is LAMB else "n"]}
+        wanted = {"params": p, "exp_avgs": state["m"], "exp_avg_sqs": state["v"]}
         for name, want in wanted.items():
             torch.testing.assert_close(call[name][i], want.float(), rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.full(but=14)
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True})],
-    ids=["lamb", "novograd-l2", "novograd-inf"],
-)
-def test_many_tensors(backend, optimizer, options):
+@pytest.mark.full(but=5)
+def test_many_tensors(backend):
     """Several launches of each kernel, with the norms and the scalars of their own tensors: as in calls with few."""
-    call = make_call(backend, optimizer, [3] * MANY[backend.name], counts=[0, 1, 2, 7], **options)
+    call = make_call(backend, LAMB, [3] * MANY[backend.name], counts=[0, 1, 2, 7])
     parts = []
     for start in range(0, MANY[backend.name], 100):
         lists = {name: [t.clone() for t in tensors[start : start + 100]] for name, tensors in call.lists.items()}
-        parts.append(Call(optimizer, lists, call.options).run(backend))
+        parts.append(Call(LAMB, lists, call.options).run(backend))
     call.run(backend)
     for name in filter(call.lists.get, call.lists):
         few = torch.stack([t for part in parts for t in part[name]])
         torch.testing.assert_close(torch.stack(call[name]), few, rtol=1e-5, atol=1e-6, msg=name)
 
 
-_OF_LAMB = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
-EXACT = {"lamb": (LAMB, _OF_LAMB, 1)}
-EXACT |= {f"novograd-{flag_id(flags)}": (NOVOGRAD, flags, 2) for flags in NOVOGRADS[::3]}
+_OF_ONES = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
 
 
 @on_kernels
-@pytest.mark.parametrize(("optimizer", "options", "times"), EXACT.values(), ids=EXACT.keys())
-def test_exact_norms_give_exact_results(backend, reference, optimizer, options, times):
-    """Small whole numbers sum up exactly in any order, and LAMB's u is made of 1 and -1: no bit may differ."""
-    call = make_call(backend, optimizer, [1000, 17, 0, 4099], **options)
+def test_exact_norms_give_exact_results(backend, reference):
+    """Small whole numbers sum up exactly in any order, and u is made of 1 and -1: no bit may differ."""
+    call = make_call(backend, LAMB, [1000, 17, 0, 4099], **_OF_ONES)
     for t in call["grads"] + call["params"]:
         t.mul_(4).round_()
-    for g in call["grads"] if optimizer is LAMB else ():
+    for g in call["grads"]:
         g[g == 0] = 1
-    expected = call.expected(lr=0.3, times=times)
-    call.run(backend, lr=0.3, times=times).assert_same(expected)
+    expected = call.expected(lr=0.3)
+    call.run(backend, lr=0.3).assert_same(expected)
 
 
-# --- lamb -------------------------------------------------------------------------------------------------------------
+# --- the norms --------------------------------------------------------------------------------------------------------
 
 
 def test_a_norm_of_zero_gives_no_ratio(backend):
@@ -174,54 +157,3 @@ def test_limits_that_clip_nothing(backend, reference, limit):
     expected = call.expected()
     call.run(backend).assert_agrees(expected)
     call.assert_same(same.run(backend))
-
-
-# --- novograd ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("init_zero", [False, True], ids=["norm-first", "zero-first"])
-@pytest.mark.parametrize("inf_norm", [False, True], ids=["l2", "inf"])
-def test_norms_of_the_first_step(backend, inf_norm, init_zero):
-    """What was in exp_avg_sqs counts with init_zero only. Gradients are unscaled, their sign does not matter."""
-    sizes = [3, 0, 700, 0]
-    what = {"inf_norm": inf_norm, "init_zero": init_zero, "maximize": True}
-    call = make_call(backend, NOVOGRAD, sizes, counts=[0, 0, 0, 3], **what)
-    norms = [g.abs().max() if inf_norm else g.norm() for g in (call["grads"][0] * 0.5, call["grads"][2] * 0.5)]
-    former = [n.clone() for n in call["exp_avg_sqs"]]
-    zero = torch.zeros((), device=backend.device)
-    call.run(backend, inv_scale=0.5)
-
-    def blended(n, norm):
-        return 0.98 * n + 0.02 * norm if inf_norm else (0.98 * n**2 + 0.02 * norm**2).sqrt()
-
-    first = blended if init_zero else lambda n, norm: norm
-    want = [first(former[0], norms[0]), first(former[1], zero), first(former[2], norms[1]), blended(former[3], zero)]
-    torch.testing.assert_close(call["exp_avg_sqs"], want)
-
-
-@pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
-@pytest.mark.parametrize("inf_norm", [False, True], ids=["l2", "inf"])
-def test_non_finite_gradients_make_their_norm_non_finite(backend, inf_norm, value):
-    """At the edges of blocks and shares: nan is larger than all, also than an inf on either side."""
-    size = 2 * CHUNKS[-1] + 3
-    for at in (0, 511, 512, 2047, 2048, size - 1):
-        call = make_call(backend, NOVOGRAD, [size, 5], counts=[0], inf_norm=inf_norm)
-        call["grads"][0][[1, 1500, size - 2]] = float("inf") if value != value else 1.0
-        call["grads"][0][at] = value
-        call.run(backend)
-        n = call["exp_avg_sqs"]
-        assert n[0].isnan() if value != value else n[0] == float("inf"), at
-        assert n[1].isfinite()
-        assert call["params"][1].isfinite().all()
-
-
-def test_novograd_of_gradients_of_zero(backend):
-    """d is eps: a first step of nothing, no 0 / 0, and the weights decay."""
-    call = make_call(backend, NOVOGRAD, [700, 5], counts=[0])
-    for t in call["grads"] + call["exp_avgs"]:
-        t.zero_()
-    before = call.clone()
-    call.run(backend, lr=0.5)
-    for n, p, w in zip(call["exp_avg_sqs"], call["params"], before["params"], strict=True):
-        assert n == 0
-        torch.testing.assert_close(p, w - 0.5 * 0.1 * w)

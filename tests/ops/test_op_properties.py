@@ -201,8 +201,6 @@ epsilons, flags = st.sampled_from((1e-10, 1e-8, 1e-3)), st.booleans()
 _ADAM = {**dict.fromkeys(("beta1", "beta2"), betas), "eps": epsilons, "weight_decay": decays}
 _ADAM |= dict.fromkeys(("bias_correction", "adam_w_mode"), flags)
 _SGD = {"dampening": st.sampled_from((0.0, 0.1)), "weight_decay": decays, "nesterov": flags, "wd_after_momentum": flags}
-_NORMS = {"weight_decay": decays, "eps": epsilons}
-_NOVOGRAD_FLAGS = ("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")
 _LAMB = {**_ADAM, "max_grad_norm": st.sampled_from((0.0, 1.0, 100.0)), "grad_averaging": flags}
 OPTIONS = {
     "adam": _ADAM,
@@ -214,7 +212,6 @@ OPTIONS = {
     "muon": {"momentum": betas, "nesterov": flags},
     "lamb": {**_LAMB, "use_nvlamb": flags},
     "lamb-without-ratio": {**_LAMB, "weight_decay": st.just(0.0)},
-    "novograd": {**_NORMS, "beta1": betas, "beta2": betas, **dict.fromkeys(_NOVOGRAD_FLAGS, flags)},
 }
 
 

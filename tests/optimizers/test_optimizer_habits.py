@@ -94,6 +94,17 @@ def test_novograd_does_not_hide_a_nan(norm_type):
     assert p.isnan().all()
 
 
+def test_novograd_of_gradients_of_zero():
+    """The divisor is eps: no 0 / 0, and the weights decay."""
+    params = parameters(shapes=[(3,), (0,), ()])
+    expected = [0.95 * p.detach() for p in params]
+    optimizer = FusedNovoGrad(params, lr=0.5, weight_decay=0.1)
+    give(params, map(torch.zeros_like, params))
+    optimizer.step()
+    torch.testing.assert_close([p.detach() for p in params], expected)
+    assert [optimizer.state[p]["exp_avg_sq"] for p in params] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_nothing_to_step(name):
     for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):

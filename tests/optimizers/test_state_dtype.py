@@ -61,7 +61,7 @@ def test_state_is_as_it_should_be_and_near_that_in_fp32(name, kind):
     run(optimizer, 3)
     for p, q in zip(params_of(exact), params_of(optimizer), strict=True):
         state = optimizer.state[q]
-        for key in {state.key for state in optimizers._base.SPECS[optimizer._op].coded}:
+        for key in {state.key for state in optimizers._base.OPTIMIZERS[optimizer._op].coded}:
             if kind == "bf16":
                 assert state[key].dtype == torch.bfloat16
                 value = state[key].float()

@@ -35,7 +35,6 @@ _DECAY = {"weight_decay": 0.1}
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
 _SGD = {"dampening": 0.0, "nesterov": False, "wd_after_momentum": False, **_DECAY}
 _LAMB = {**_ADAM, "eps": 1e-6, "max_grad_norm": 1.0}
-_NOVOGRAD = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, **_DECAY}
 # Op, how many of its lists of state are in use, numbers.
 Row = tuple[str, int, dict[str, Any]]
 ELEMENTWISE: dict[str, Row] = {
@@ -51,12 +50,10 @@ LAYERWISE: dict[str, Row] = {
     "lamb": ("lamb", 2, _LAMB),
     "lamb without ratio": ("lamb", 2, {**_LAMB, "weight_decay": 0.0}),
     "nvlamb": ("lamb", 2, {**_LAMB, "weight_decay": 0.0, "use_nvlamb": True}),
-    "novograd": ("novograd", 1, _NOVOGRAD),
-    "novograd inf": ("novograd", 1, {**_NOVOGRAD, "inf_norm": True}),
 }
 STEPS = {**ELEMENTWISE, **LAYERWISE}
 # Those whose states may be codes, or bf16 that is rounded at random, and such forms of their first list and the second.
-ROUNDED = ("adam", "momentum", "lion", "muon", "novograd", "lamb", "lamb without ratio")
+ROUNDED = ("adam", "momentum", "lion", "muon", "lamb", "lamb without ratio")
 FORMS = (("codes", "codes"), (torch.bfloat16, "codes"), ("codes", torch.float32))
 # Tensors, some of them empty, that these kernels have in a small table.
 ROUNDED_SMALL = 52
@@ -162,11 +159,6 @@ class Layout:
         """The norm of each tensor, from fp64."""
         sums = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
         return sums.index_add_(0, self.owner, flat.double().square()).sqrt()
-
-    def largest(self, flat: Tensor) -> Tensor:
-        """The largest magnitude of each tensor, 0 of one without elements."""
-        found = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
-        return found.scatter_reduce_(0, self.owner, flat.double().abs(), "amax")
 
     def spread(self, of_each: Tensor) -> Tensor:
         """A number of each tensor, for each of its elements."""
@@ -398,26 +390,21 @@ class Exercise:
                 self.checks.close(f"{what}, {key}", after[key], whole[key][0], 1e-5, 1e-7)
 
     def layerwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
-        """A first step, beside its formula: Adam's direction is the sign of the gradient, and NovoGrad's running norm
-        is that of the gradient."""
-        layout, (op, _, options) = self.layout, STEPS[name]
-        more = {"global_grad_norm": torch.full_like(self.lr, 2.0), "eps": 0.0} if op == "lamb" else {}
-        made, numbers, _, step = self.prepared(name, write_back, extra, **more)
+        """A first step, beside its formula: Adam's direction is the sign of the gradient."""
+        layout, options = self.layout, STEPS[name][2]
+        made, numbers, _, step = self.prepared(
+            name, write_back, extra, global_grad_norm=torch.full_like(self.lr, 2.0), eps=0.0
+        )
         grads = made.pop("grads")
         what, given = f"{name}, {write_back}", grads.flat()
         before, after = self.stepped(what, [*made.values()], numbers, step)
         self.left(what, grads, given)
         w, g = before[0].double(), given.double() * INV_SCALE
-        if op == "lamb":
-            moment, u = g / 2, g.sign() + options["weight_decay"] * w
-            of_w, of_u = layout.norms(w), layout.norms(u)
-            has_ratio = (of_w != 0) & (of_u != 0) & (name != "lamb without ratio")
-            u = layout.spread(torch.where(has_ratio, of_w / of_u, 1.0)) * u
-        else:
-            moment, n = g, layout.largest(g) if "inf_norm" in options else layout.norms(g)
-            self.checks.close(f"{what}: norms", numbers["exp_avg_sqs"].clone(), n, 1e-5)
-            u = g / (layout.spread(n) / 0.5**0.5 + 1e-8) + 0.1 * w
-        self.checks.close(f"{what}: moment", after[1], 0.1 * moment, 1e-5, 1e-7)
+        u = g.sign() + options["weight_decay"] * w
+        of_w, of_u = layout.norms(w), layout.norms(u)
+        has_ratio = (of_w != 0) & (of_u != 0) & (name != "lamb without ratio")
+        u = layout.spread(torch.where(has_ratio, of_w / of_u, 1.0)) * u
+        self.checks.close(f"{what}: moment", after[1], 0.1 * g / 2, 1e-5, 1e-7)
         got = self.weights(after[0], after[-1] if extra else None, write_back)
         self.checks.close(what, got, w - LR * u, **self.tolerance(write_back))
 

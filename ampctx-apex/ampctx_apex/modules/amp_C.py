@@ -99,7 +99,14 @@ def multi_tensor_adagrad(call: Call, mode: int, **options: Any) -> None:
     "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging moment_mode norm_type",
 )
 def multi_tensor_novograd(
-    call: Call, grad_norms: Tensor, step: Tensor, moment_mode: int, norm_type: int, **options: Any
+    call: Call,
+    grad_norms: Tensor,
+    lr: Any,
+    step: Tensor,
+    weight_decay: float,
+    moment_mode: int,
+    norm_type: int,
+    **options: Any,
 ) -> None:
     """NovoGrad for ``[grads, params, exp_avgs]`` and the running norms ``grad_norms`` (fp32, one for each index).
 
@@ -111,8 +118,12 @@ def multi_tensor_novograd(
     options |= {"reg_inside_moment": moment_mode == 0, "inf_norm": norm_type == 0, "init_zero": True}
     with call.flag() as flag:
         foreach.l2norm(call["grads"], found_in(flag))
-        of_grads = grad_norms.unbind()
-        run_op("novograd", call, call.lists, step - 1, call.no_flag(), exp_avg_sqs=of_grads, inv_scale=1.0, **options)
+    if not call.length:
+        return
+    layers, taken = _layers(call, call.no_flag(), exp_avg_sqs=list(grad_norms.unbind())), (step - 1).repeat(call.length)
+    of_grads = layers.norms(1.0, float("inf") if norm_type == 0 else 2.0)
+    moves = layers.normalized(1.0, call["params"], of_grads, taken, weight_decay=weight_decay, **options)
+    layers.step(moves, lr, weight_decay=0.0 if moment_mode == 0 else weight_decay)
 
 
 # --- LAMB -------------------------------------------------------------------------------------------------------------
