@@ -21,8 +21,8 @@ from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
-from ampctx.kernels.calling_form import Call, Number, TensorLists, check_tensor, foreach_factor, found_in, norms
-from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
+from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
@@ -177,17 +177,15 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
 __all__ = [
     "BRIEFS",
     "DYNAMIC",
+    "KERNEL_DTYPES",
     "LOW_PRECISION",
     "Autocast",
-    "Call",
     "Group",
     "Layers",
     "LossScale",
     "MasterParams",
-    "Number",
     "OptimizerBinding",
     "Scaling",
-    "TensorLists",
     "Undo",
     "Work",
     "active_casts",
@@ -198,23 +196,20 @@ __all__ = [
     "check_option",
     "check_real",
     "check_scale",
-    "check_tensor",
     "close_window",
     "compute_dtype",
     "conclude",
     "declare_scaled",
     "drop_window",
     "end_casts",
-    "foreach_factor",
-    "found_in",
     "in_block",
     "is_deferred",
     "is_rank_zero",
+    "is_sharded",
     "map_leaves",
     "masters_in",
     "multiply",
     "names_arguments",
-    "norms",
     "only_amp_entry",
     "open_window",
     "plain",
