@@ -27,7 +27,6 @@ from ampctx.kernels.sharding import is_sharded, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import param_name
-from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.weights.masters import MasterParams
@@ -233,7 +232,7 @@ def check_split(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBindi
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer)
         which = f"{call}: optimizers[{i}] ({kind.__name__})"
-        if isinstance(optimizer, FusedOptimizer) and not isinstance(optimizer, FusedMixedPrecisionLamb):
+        if isinstance(optimizer, FusedOptimizer) and "master_weights" not in optimizer._refused:
             if optimizer.master_weights is True or optimizer.write_back != "nearest":
                 option = "master_weights" if optimizer.master_weights is True else "write_back"
                 raise AmpValueError(

@@ -153,7 +153,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _op: str
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
-    _initial_step = 0
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
     _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
@@ -533,8 +532,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             if (of := _state_types.SCALES_OF.get(key)) is not None:
                 state[key] = _state_types.zero_scales(state[_state_types.CODED[of].codes_key])
             elif key in forms.along.values():
-                count = float(self._initial_step if key == "step" else 0)
-                state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
+                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
             else:
                 if key == EXTRAS.get(destination):
                     dtype = STORES[destination].dtype or p.dtype

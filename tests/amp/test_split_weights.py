@@ -16,7 +16,6 @@ from ampctx.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLion,
-    FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
     SplitMasters,
@@ -202,7 +201,6 @@ def test_a_state_by_names_loads_into_the_other_layout(ways):
 REFUSED = {
     "torch": (lambda p: AdamW(p), {}, r"AdamW\) keeps no split masters. Pass .*SplitMasters\(torch.optim.AdamW"),
     "LARC": (lambda p: LARC(adam(p)), {}, r"LARC\) keeps no split masters.*leave master_weights at None"),
-    "own dtype": (lambda p: FusedMixedPrecisionLamb(p), {}, r"FusedMixedPrecisionLamb\) keeps no split masters"),
     "own masters": (lambda p: adam(p, master_weights=True), {}, r"has master_weights=True.*Leave that out"),
     "kahan": (lambda p: adam(p, write_back="kahan"), {}, r"has write_back='kahan'.*Leave that out"),
     "fp16": (adam, {"opt_level": "O2"}, r"master_weights='split' keeps .* this is O2 .* Use O5"),

@@ -73,7 +73,7 @@ def test_the_classes_are_those_of_ampctx_with_and_without_kernels():
 from ampctx import optimizers
 from ampctx_apex import install_apex, uninstall_apex
 install_apex()
-names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedMixedPrecisionLamb, "multi_tensor_lamb")]
+names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedLAMB, "multi_tensor_lamb")]
 before = [hasattr(*name) for name in names]
 import apex.optimizers
 after = [hasattr(*name) for name in names]
