@@ -28,7 +28,7 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
-from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
+from ampctx.kernels.foreach import Clipped, PerDevice, product
 from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
@@ -192,7 +192,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self.offload and self.capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
         self._offload = Offload() if self.offload else None
-        self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
+        self._zero_flags: dict[torch.device, Tensor] = {}
         # The marks of each weight when it agreed with its entry of EXTRAS. While there is a plan, it has them.
         self._seen: dict[Tensor, bytes] = {}
         self._data_writes = DataWrites()
@@ -260,10 +260,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """The norm of all gradients for an op that needs it, else None."""
         return None
 
-    def _grad_factor(self) -> Factor:
-        """An additional factor for the gradients in ``.grad``."""
-        return 1.0
-
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: Group) -> None:
@@ -307,19 +303,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    # --- apex's attributes --------------------------------------------------------------------------------------------
-
-    @property
-    def _dummy_overflow_buf(self) -> Tensor:
-        """apex's name for a flag, int32 of shape (1,), on the device of the first parameter. ``step`` does not use it:
-        programs pass it to functions that write into it."""
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        return self._zero_flag(torch.device("cpu") if first is None else first.device, "dummy")
-
-    def _zero_flag(self, device: torch.device, use: str = "step") -> Tensor:
-        if (device, use) not in self._zero_flags:
-            self._zero_flags[device, use] = torch.zeros(1, dtype=torch.int32, device=device)
-        return self._zero_flags[device, use]
+    # --- master weights -----------------------------------------------------------------------------------------------
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
@@ -345,7 +329,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
         """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
         With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
@@ -354,8 +338,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         Args:
             closure: evaluates the model, with gradients enabled. None by default.
             given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
-            kwargs: ``grad_scaler=``, as in code for apex. That scaler steps after the closure, which scales its loss.
-                Step hooks then run twice.
 
         Returns:
             The result of the closure, else None.
@@ -366,7 +348,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
-        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
+        return self._step(closure, given)
 
     @without_grad
     def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:
@@ -374,7 +356,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         loss = _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
-        scaling = _work.scaling_of(self, self._grad_factor(), given() if callable(given) else given)
+        scaling = _work.scaling_of(self, given() if callable(given) else given)
         # Every check first, so that an error leaves everything as it was.
         for g, group in enumerate(self.param_groups):
             try:
@@ -444,18 +426,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
-
-    def _step_by(self, closure: Callable[[], Any] | None, given: Given, grad_scaler: Any = None, **unknown: Any) -> Any:
-        """``step`` with the keywords of code for apex: the scaler steps after the closure, so that it checks the
-        closure's gradients. With a named parameter, torch's GradScaler would pass itself and warn."""
-        if unknown:
-            kind = type(self).__name__
-            raise AmpTypeError(f"{kind}.step() got an unexpected keyword argument {next(iter(unknown))!r}")
-        if grad_scaler is None:
-            return self._step(closure, given)
-        loss = _options.evaluated(closure)
-        grad_scaler.step(self)
-        return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """The parameters of a group with gradients, by kind, after all checks."""
@@ -587,6 +557,11 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if scaling.skips is not None:
             arguments["skips"] = scaling.skips.take(device)
         return arguments
+
+    def _zero_flag(self, device: torch.device) -> Tensor:
+        if device not in self._zero_flags:
+            self._zero_flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._zero_flags[device]
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 

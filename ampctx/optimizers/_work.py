@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
-from ampctx.kernels.foreach import Factor, PerDevice, move, product
+from ampctx.kernels.foreach import Factor, PerDevice, move
 from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor, is_watched
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
@@ -53,12 +53,12 @@ class Scaling(NamedTuple):
     wrote: Callable[[], None] | None = None
 
 
-def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:
+def scaling_of(optimizer: Any, given: Step | None) -> Scaling:
     """What a step reads. amp's ``found_inf`` includes that of the optimizer."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
-    inv_scale = product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor
     found_inf = taken_found_inf(optimizer if given is None else given)
     given = given or Step()
+    inv_scale = taken_inv_scale(optimizer)
     return Scaling(found_inf, inv_scale, given.models, given.pending, is_scaled, given.counts, given.wrote)
 
 

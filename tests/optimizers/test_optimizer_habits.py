@@ -350,7 +350,6 @@ def test_apexs_attributes():
     assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
     assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
     assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, True)
-    assert (sgd.most_recent_scale, sgd.scale_set_by_backward) == (1.0, False)
     assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
     assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)
     assert (adagrad.adagrad_w_mode, FusedAdagrad(parameters(), adagrad_w_mode=True).adagrad_w_mode) == (0, 1)
@@ -449,12 +448,6 @@ def test_a_misspelt_argument_names_the_nearest(name):
     for wrong, right in {"weight_deacy": "weight_decay", "writeback": "write_back"}.items():
         with pytest.raises(AmpTypeError, match=rf"got an unexpected keyword argument '{wrong}'\. Did you mean {right}"):
             BY_NAME[name](parameters(), **{wrong: 1.0})
-
-
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_unknown_arguments_of_step(name):
-    with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):
-        BY_NAME[name](parameters()).step(loss=1.0)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -70,25 +70,6 @@ def test_grad_scale_divides_gradients_for_the_step_and_for_who_reads_them_after_
     assert_same(snapshot(optimizer), snapshot(plain))
 
 
-def test_most_recent_scale_of_sgd_divides_once():
-    """Alone it leaves gradients as they are, as in apex. Beside a grad_scale they become what the step computes with:
-    by then both have been taken off."""
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = FusedSGD([p], lr=1.0)
-    start = p.detach().clone()
-    p.grad = torch.full((3,), 8.0)
-    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 2.0, torch.full((3,), 8.0)])
-    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
-    optimizer.grad_scale = torch.tensor(2.0)
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 6.0, torch.full((3,), 4.0)])
-    optimizer.most_recent_scale = torch.tensor(2.0)
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 7.0, torch.full((3,), 1.0)])
-
-
 @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
 def test_what_amp_leaves_must_have_one_element(name):
     optimizer = make("adam", "fp32")
@@ -98,61 +79,6 @@ def test_what_amp_leaves_must_have_one_element(name):
     with pytest.raises(AmpValueError, match=f"Tensor {name} must be 1-element: {name} has 2 elements"):
         optimizer.step()
     assert_same(before, snapshot(optimizer))
-
-
-def test_dummy_overflow_buf_is_apexs():
-    optimizer = make("adam", "fp32")
-    buffer = optimizer._dummy_overflow_buf
-    assert (buffer.dtype, buffer.tolist(), buffer.device.type) == (torch.int32, [0], "cpu")
-    assert optimizer._dummy_overflow_buf is buffer
-    assert FusedSGD([{"params": []}], lr=1.0)._dummy_overflow_buf.tolist() == [0]
-
-
-# --- GradScaler -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_a_grad_scaler_given_to_step_as_by_apexs_code(name):
-    optimizer, plain = BY_NAME[name](parameters()), BY_NAME[name](parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(torch.ones(()))
-    for step in range(2):
-        grads = gradients(parameters(), step)
-        give(optimizer.param_groups[0]["params"], [g * (float("inf") if step else 64) for g in grads])
-        give(plain.param_groups[0]["params"], grads)
-        optimizer.step(grad_scaler=scaler)
-        scaler.update()
-        if step == 0:
-            plain.step(grad_scaler=None)
-    assert scaler.get_scale() == 32.0
-    assert_same(snapshot(optimizer), snapshot(plain))
-
-
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_a_closure_and_a_grad_scaler_in_one_step(name):
-    """The scaler checks the gradients that the closure makes, and an overflow in them skips the step."""
-    (ours,), (plain,) = parameters(shapes=[(3,)]), parameters(shapes=[(3,)])
-    optimizer, expected = BY_NAME[name]([ours]), BY_NAME[name]([plain])
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-
-    def closure(factor):
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = ours.square().sum() * factor
-        scaler.scale(loss).backward()
-        return loss
-
-    for factor in (1.0, float("inf"), 1.0):
-        before = ours.detach().clone()
-        with torch.no_grad():
-            loss = optimizer.step(lambda factor=factor: closure(factor), grad_scaler=scaler)
-        assert loss.item() == before.square().sum().item() * factor
-        scaler.update()
-        if factor == 1.0:
-            plain.grad = 2 * plain.detach()
-            expected.step()
-        assert_same(snapshot(optimizer), snapshot(expected))
-    assert scaler.get_scale() == 32.0
 
 
 # --- what amp gives a step --------------------------------------------------------------------------------------------

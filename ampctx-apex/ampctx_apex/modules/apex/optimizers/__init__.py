@@ -1,10 +1,11 @@
-"""apex.optimizers: the classes of ``ampctx.optimizers``, with the kernels that apex's instances have as attributes."""
+"""apex.optimizers: the classes of ``ampctx.optimizers``, with the kernels and the flag that apex's instances have."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from ampctx_apex.install import at_uninstall
@@ -80,7 +81,18 @@ class FusedMixedPrecisionLamb(optimizers.FusedLAMB):
         return super()._useless_state(p) - kept
 
 
-# Programs' subclasses call self.multi_tensor_adam in a step of their own.
+_overflow_bufs: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+
+
+def _dummy_overflow_buf(optimizer: Any) -> Tensor:
+    """A flag of one element on the device of the first parameter. ampctx's ``step`` does not use it."""
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if optimizer not in _overflow_bufs or _overflow_bufs[optimizer].device != device:
+        _overflow_bufs[optimizer] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _overflow_bufs[optimizer]
+
+
+# Programs' subclasses call self.multi_tensor_adam with self._dummy_overflow_buf in a step of their own.
 _KERNELS = {
     optimizers.FusedAdam: ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"),
     optimizers.FusedSGD: ("multi_tensor_sgd",),
@@ -93,8 +105,9 @@ _KERNELS = {
 def _add_kernels() -> None:
     amp_C = importlib.import_module("amp_C")
     for kind, names in _KERNELS.items():
-        for name in names:
-            setattr(kind, name, staticmethod(getattr(amp_C, name)))
+        added: dict[str, Any] = {name: staticmethod(getattr(amp_C, name)) for name in names}
+        for name, attribute in {**added, "_dummy_overflow_buf": property(_dummy_overflow_buf)}.items():
+            setattr(kind, name, attribute)
             at_uninstall(functools.partial(delattr, kind, name))
     for name in _KERNELS[optimizers.FusedLAMB]:
         setattr(FusedMixedPrecisionLamb, name, staticmethod(getattr(amp_C, f"{name}_mp")))
