@@ -15,7 +15,7 @@ from ampctx._collectives import is_rank_zero
 from ampctx._decorators import names_arguments
 from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.options import BRIEFS, resolve
+from ampctx.amp.options import resolve
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
@@ -175,7 +175,6 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
 
 
 __all__ = [
-    "BRIEFS",
     "DYNAMIC",
     "KERNEL_DTYPES",
     "LOW_PRECISION",
