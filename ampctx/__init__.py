@@ -26,13 +26,15 @@ if TYPE_CHECKING or not (_problem := why_no_torch()):
         ExtensionError,
     )
     from ampctx.amp import AmpSession, GradScaler
-    from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
     from ampctx.weights.clip import clip_grad_norm_
-else:
-    # The import itself succeeds: `ampctx --help` and `ampctx --version` need no torch.
+
+if not TYPE_CHECKING:
+    # Without torch the import itself succeeds: `ampctx --help` and `ampctx --version` need none.
     def __getattr__(name: str) -> None:
         if name in __all__:
             raise ImportError(_problem)
+        if name in ("MultiTensorApply", "multi_tensor_applier", "multi_tensor_apply"):
+            raise ImportError(f"ampctx.{name} is apex.multi_tensor_apply of ampctx-apex. Call the ops of ampctx.ops.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -51,11 +53,9 @@ __all__ = [
     "AmpWarning",
     "ExtensionError",
     "GradScaler",
-    "MultiTensorApply",
     "amp",
     "clip_grad_norm_",
     "distributed",
-    "multi_tensor_applier",
     "ops",
     "optimizers",
 ]

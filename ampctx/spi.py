@@ -15,14 +15,15 @@ from ampctx._collectives import is_rank_zero
 from ampctx._decorators import names_arguments
 from ampctx._saved import plain
 from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.options import BRIEFS, resolve
+from ampctx.amp.options import resolve
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
-from ampctx.kernels.calling_form import Call, Number, TensorLists, check_tensor, foreach_factor, found_in, norms
-from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
+from ampctx.kernels.sharding import is_sharded
+from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Work
@@ -176,19 +177,17 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
 
 
 __all__ = [
-    "BRIEFS",
     "DYNAMIC",
+    "KERNEL_DTYPES",
     "LOW_PRECISION",
     "Autocast",
-    "Call",
+    "FusedOptimizer",
     "Group",
     "Layers",
     "LossScale",
     "MasterParams",
-    "Number",
     "OptimizerBinding",
     "Step",
-    "TensorLists",
     "Undo",
     "Work",
     "active_casts",
@@ -199,23 +198,20 @@ __all__ = [
     "check_option",
     "check_real",
     "check_scale",
-    "check_tensor",
     "close_window",
     "compute_dtype",
     "conclude",
     "declare_scaled",
     "drop_window",
     "end_casts",
-    "foreach_factor",
-    "found_in",
     "in_block",
     "is_deferred",
     "is_rank_zero",
+    "is_sharded",
     "map_leaves",
     "masters_in",
     "multiply",
     "names_arguments",
-    "norms",
     "only_amp_entry",
     "open_window",
     "plain",

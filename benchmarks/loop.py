@@ -265,7 +265,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(options := parser(), arguments)
     split = [level for level in args.opt_level if level.startswith("O5-split")]
-    if split and args.optimizer in ("LARC", "FusedMixedPrecisionLamb"):
+    if split and args.optimizer == "LARC":
         options.error(f"--opt-level: {split[0]} is not for {args.optimizer}, which takes no master_weights")
     small = [level for level in split if level != "O5-split"]
     if small and args.optimizer not in TAKE_STATE_DTYPE:

@@ -114,7 +114,6 @@ _APEX = {
     "FusedSGD": _SGD,
     "FusedAdagrad": _ADAGRAD,
     "FusedLAMB": _LAMB,
-    "FusedMixedPrecisionLamb": _LAMB,
     "FusedNovoGrad": _ADAM,
 }
 _TORCH = {
@@ -123,7 +122,7 @@ _TORCH = {
     "FusedAdagrad": (torch.optim.Adagrad, _ADAGRAD),
     "torch-Adam": (torch.optim.Adam, {"lr": LR}),
 }
-_FORMULAS = {"FusedLAMB": Lamb, "FusedMixedPrecisionLamb": Lamb, "FusedNovoGrad": NovoGrad, "LARC": LarcSGD}
+_FORMULAS = {"FusedLAMB": Lamb, "FusedNovoGrad": NovoGrad, "LARC": LarcSGD}
 _IN_TE = ("FusedAdam", "FusedSGD")
 
 OPTIMIZERS = (*_APEX, "LARC", "torch-Adam")

@@ -258,7 +258,7 @@ def drawn(seed: int) -> Program:
         start["scaler"] = rng.random() < 0.5 and start["dtype"] != "fp16"
     if rng.random() < 0.3 and kind not in ("FusedLion", "FusedMuon"):
         options["weight_decay"] = 0.125
-    if kind.startswith("Fused") and kind != "FusedMixedPrecisionLamb" and not is_plain:
+    if kind.startswith("Fused") and not is_plain:
         if (level is None and start["dtype"] in ("bf16", "fp16")) or level == "O5":
             masters = (True, "split") if start["dtype"] == "bf16" else ("split",) if level else (True,)
             if rng.random() < 0.5:
@@ -317,7 +317,7 @@ def is_in_torch(program: Program) -> bool:
 def is_near(program: Program) -> bool:
     """Whether norms of several dtypes are joined: rounded parts add up in another order."""
     clips = any("clip" in name for name, *_ in program["features"])
-    is_lamb = program["start"]["kind"] in ("FusedLAMB", "FusedMixedPrecisionLamb")
+    is_lamb = program["start"]["kind"] == "FusedLAMB"
     return is_lamb or (clips and program["start"]["level"] in ("O2", "O5"))
 
 

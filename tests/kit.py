@@ -78,7 +78,6 @@ ON_DEVICE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "FusedSGD": partial(optimizers.FusedSGD, lr=0.01, momentum=0.9),
     "FusedAdagrad": partial(optimizers.FusedAdagrad, lr=0.01),
     "FusedLAMB": partial(optimizers.FusedLAMB, lr=0.01),
-    "FusedMixedPrecisionLamb": partial(optimizers.FusedMixedPrecisionLamb, lr=0.01),
     "FusedNovoGrad": partial(optimizers.FusedNovoGrad, lr=0.01),
     "FusedLion": partial(optimizers.FusedLion, lr=0.01),
     "FusedMuon": muon,

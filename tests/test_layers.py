@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "what every room uses": r"ampctx\._[a-z]\w*",
     "kernels": r"ampctx\.kernels(\.\w+)?",
-    "public names of kernels": r"ampctx\.(ops|optimizer_ops|foreach|multi_tensor_apply)",
+    "public names of kernels": r"ampctx\.(ops|optimizer_ops|foreach)",
     "casts": r"ampctx\.casts(\.\w+)?",
     "weights": r"ampctx\.weights(\.\w+)?",
     "scaling": r"ampctx\.scaling(\.\w+)?",
@@ -30,7 +30,7 @@ ROOMS = {
     "ampctx-apex": r"ampctx_apex(\.\w+)*",
 }
 # What ampctx-apex imports of ampctx: the public API, and spi.
-PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|multi_tensor_apply|ops|optimizer_ops|optimizers|spi))?")
+PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|ops|optimizer_ops|optimizers|spi))?")
 
 
 def rooms_of(name: str) -> list[int]:

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx.spi import check_tensor
+from ampctx import AmpTypeError, AmpValueError
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    shape: Sequence[int] | None = None,
+    beside: tuple[str, Tensor] | None = None,
+) -> Tensor:
+    """Returns ``value``: a strided tensor of one of the ``dtypes``, of the shape, and on the device of ``beside``, a
+    tensor with its name, where these are given."""
+    where = f"{op}: {name}"
+    if not isinstance(value, Tensor):
+        raise AmpTypeError(f"{where} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise AmpTypeError(f"{where} is not a strided tensor: pass {name}.to_dense()")
+    if dtypes and value.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise AmpTypeError(f"{where} has dtype {value.dtype}, expected {names}")
+    if shape is not None and tuple(value.shape) != tuple(shape):
+        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, expected {tuple(shape)}")
+    if beside is not None and value.device != beside[1].device:
+        raise AmpValueError(f"{where} is on {value.device}, and {beside[0]} is on {beside[1].device}")
+    return value
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

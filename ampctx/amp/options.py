@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
@@ -104,16 +104,6 @@ OPT_LEVELS: Mapping[str, PrecisionPolicy] = MappingProxyType(
     }
 )
 
-# apex's lines, byte for byte: log scrapers match them, two spaces included.
-BRIEFS = {
-    "O0": "O0:  Pure FP32 training.",
-    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "O3:  Pure FP16 training.",
-    "O4": "O4:  Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-}
-
 
 def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     """Applies arguments of ``initialize`` to the policy of an opt level. None overrides nothing. AmpValueError and
@@ -139,26 +129,6 @@ def summary(policy: PrecisionPolicy, scales: Iterable[Any]) -> str:
     masters = "" if policy.input_dtype in (None, torch.float32) else f", {kept} masters"
     dynamic = "dynamic " if policy.loss_scale == "dynamic" else ""
     return f"{policy.opt_level}: {casts}{masters}, {dynamic}loss scale {' and '.join(map(str, scales))}"
-
-
-def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
-    """The lines that apex prints in ``initialize``: the level's defaults, then the options in effect."""
-    return [
-        f"Selected optimization level {BRIEFS[opt_level]}",
-        *([] if opt_level == "O3" else [""]),
-        "Defaults for this optimization level are:",
-        *_option_lines(OPT_LEVELS[opt_level]),
-        "Processing user overrides (additional kwargs that are not None)...",
-        "After processing overrides, optimization options are:",
-        *_option_lines(policy),
-    ]
-
-
-def _option_lines(policy: PrecisionPolicy) -> list[str]:
-    # apex prints no cast_model_outputs line. Only its ROCm branch, where O4 comes from, prints the type line.
-    left_out = {"cast_model_outputs", *(() if policy.opt_level == "O4" else ("patch_torch_functions_type",))}
-    left_out |= {name for name in ("keep_fp32", "ops_fp32") if not getattr(policy, name)}
-    return [f"{f.name:22} : {getattr(policy, f.name)}" for f in fields(policy) if f.name not in left_out]
 
 
 # Of an option: (the level's defaults, name, value) -> value.

@@ -23,7 +23,7 @@ from ampctx.amp import fully_sharded, misuse, ranks
 from ampctx.amp.fully_sharded import Sharded
 from ampctx.amp.hints import Hints
 from ampctx.amp.methods import finalizer, weak_method
-from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, banner, resolve, summary
+from ampctx.amp.options import OVERRIDES, Options, OptLevel, PrecisionPolicy, resolve, summary
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts import casting
 from ampctx.casts.arguments import LOW_PRECISION, Undo
@@ -295,7 +295,7 @@ def initialize(
         cast_model_outputs: floating dtype of the model's outputs.
         num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` picks one.
         verbosity: 1: rank 0 prints a line (level, dtype, masters, loss scale), logs skipped steps and warns of
-            mistakes. 2 prints apex's banner instead of the line. 0 is silent.
+            mistakes. 2 is 1 without the line. 0 is silent.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
         patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
         max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
@@ -371,9 +371,8 @@ def initialize(
     length = check_count("history", history, 0)
     facts = [*ranks.of_scales(scales), ranks.of_level(policy)]
     ranks.check_initialize(model_list, optimizer_list, facts, policy, process_group)
-    if verbosity > 0 and is_rank_zero():
-        # On stdout like apex's banner: log scrapers read it there.
-        print("\n".join(banner(opt_level, policy)) if verbosity > 1 else f"ampctx: {summary(policy, scales)}")
+    if verbosity == 1 and is_rank_zero():
+        print(f"ampctx: {summary(policy, scales)}")
     # Makes all changes, and undoes them all if one fails.
     bound: dict[Any, OptimizerBinding] = {}
     names = ParameterNames(model_list)

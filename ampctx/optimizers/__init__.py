@@ -4,10 +4,12 @@ sync.
 docs/optimizers.md shows how to use them.
 """
 
+from typing import TYPE_CHECKING
+
 from ampctx.optimizers._state_types import unpack_state
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
-from ampctx.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
+from ampctx.optimizers.fused_lamb import FusedLAMB
 from ampctx.optimizers.fused_lion import FusedLion
 from ampctx.optimizers.fused_muon import FusedMuon
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
@@ -21,10 +23,19 @@ __all__ = [
     "FusedAdam",
     "FusedLAMB",
     "FusedLion",
-    "FusedMixedPrecisionLamb",
     "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
     "SplitMasters",
     "unpack_state",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        if name == "FusedMixedPrecisionLamb":
+            raise ImportError(
+                "ampctx.optimizers.FusedMixedPrecisionLamb is apex.optimizers.FusedMixedPrecisionLamb of ampctx-apex. "
+                "For new code: FusedLAMB(params, capturable=True, master_weights=True)."
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

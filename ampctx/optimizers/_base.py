@@ -27,7 +27,7 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
-from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product, taken
+from ampctx.kernels.foreach import Clipped, PerDevice, product, taken
 from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
@@ -152,9 +152,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _op: str
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
-    _initial_step = 0
-    # An additional factor for the gradients in ``.grad``.
-    _grad_factor: Factor = 1.0
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
     _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
@@ -194,7 +191,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self.offload and self.capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
         self._offload = Offload() if self.offload else None
-        self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
+        self._zero_flags: dict[torch.device, Tensor] = {}
         # The marks of each weight when it agreed with its entry of EXTRAS. While there is a plan, it has them.
         self._seen: dict[Tensor, bytes] = {}
         self._data_writes = DataWrites()
@@ -305,19 +302,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    # --- apex's attributes --------------------------------------------------------------------------------------------
-
-    @property
-    def _dummy_overflow_buf(self) -> Tensor:
-        """apex's name for a flag, int32 of shape (1,), on the device of the first parameter. ``step`` does not use it:
-        programs pass it to functions that write into it."""
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        return self._zero_flag(torch.device("cpu") if first is None else first.device, "dummy")
-
-    def _zero_flag(self, device: torch.device, use: str = "step") -> Tensor:
-        if (device, use) not in self._zero_flags:
-            self._zero_flags[device, use] = torch.zeros(1, dtype=torch.int32, device=device)
-        return self._zero_flags[device, use]
+    # --- master weights -----------------------------------------------------------------------------------------------
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
@@ -343,7 +328,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
+    @without_grad
+    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
         """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
         With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
@@ -352,8 +338,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         Args:
             closure: evaluates the model, with gradients enabled. None by default.
             given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
-            kwargs: ``grad_scaler=``, as in code for apex. That scaler steps after the closure, which scales its loss.
-                Step hooks then run twice.
 
         Returns:
             The result of the closure, else None.
@@ -364,16 +348,11 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
-        return self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
-
-    @without_grad
-    def _step(self, closure: Callable[[], Any] | None, given: Given = None) -> Any:
-        """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
         loss = None if closure is None else _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
         step = given() if callable(given) else given
-        if step is None or self._grad_factor != 1.0 or getattr(self, "grad_scale", None) is not None:
+        if step is None or getattr(self, "grad_scale", None) is not None:
             step = _work.given_to(self, step)
         # Every check first, so that an error leaves everything as it was.
         if self._plan is None or not self._plan.knows(self):
@@ -452,18 +431,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
 
-    def _step_by(self, closure: Callable[[], Any] | None, given: Given, grad_scaler: Any = None, **unknown: Any) -> Any:
-        """``step`` with the keywords of code for apex: the scaler steps after the closure, so that it checks the
-        closure's gradients. With a named parameter, torch's GradScaler would pass itself and warn."""
-        if unknown:
-            kind = type(self).__name__
-            raise AmpTypeError(f"{kind}.step() got an unexpected keyword argument {next(iter(unknown))!r}")
-        if grad_scaler is None:
-            return self._step(closure, given)
-        loss = _options.evaluated(closure)
-        grad_scaler.step(self)
-        return loss
-
     def _members(self, g: int, scaling: Step) -> dict[Kind, Members]:
         """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
@@ -541,8 +508,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             if (of := _state_types.SCALES_OF.get(key)) is not None:
                 state[key] = _state_types.zero_scales(state[_state_types.CODED[of].codes_key])
             elif key in forms.along.values():
-                count = float(self._initial_step if key == "step" else 0)
-                state[key] = torch.full((), count, dtype=torch.float32, device=p.device)
+                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
             else:
                 if key == EXTRAS.get(destination):
                     dtype = STORES[destination].dtype or p.dtype
@@ -603,6 +569,11 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if scaling.counts is not None:
             arguments["skips"] = taken(scaling.counts, device)
         return arguments
+
+    def _zero_flag(self, device: torch.device) -> Tensor:
+        if device not in self._zero_flags:
+            self._zero_flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._zero_flags[device]
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
 from ampctx.kernels.sharding import local, may_arrive_as_sums
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.optimizers import _state_types
 from ampctx.optimizers._state_types import forms_of
@@ -44,7 +44,7 @@ def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], step: Step
 
 
 def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
-    spec = SPECS[optimizer._op_of(work.group)]
+    spec = OPTIMIZERS[optimizer._op_of(work.group)]
     forms = forms_of(spec, work.group, work.kind[2])
     keys = {**{name: key for name, key in forms.sized.items() if key is not None}, **forms.along}
     if (destination := work.kind[0]) in EXTRAS:
@@ -69,7 +69,7 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
 
 # The attributes of optimizers that are numbers of op calls, or choose these.
 _ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
-_ATTRIBUTES |= {n.of[5:].split()[0] for spec in SPECS.values() for n in spec.numbers if n.of.startswith("self.")}
+_ATTRIBUTES |= {n.of[5:].split()[0] for spec in OPTIMIZERS.values() for n in spec.numbers if n.of.startswith("self.")}
 _FIXED = (float, int, bool, str, type(None), torch.dtype)
 
 
@@ -94,7 +94,7 @@ class StepPlan:
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
         ops_of = [optimizer._op_of(work.group) for work in works]
-        specs = [SPECS[op] for op in ops_of]
+        specs = [OPTIMIZERS[op] for op in ops_of]
         self._takers = [itemgetter("skips", *spec.values) for spec in specs]
         self._defaults = list(map(defaults_of, ops_of, works))
         self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
-from ampctx.kernels.foreach import Factor, PerDevice, move, product
+from ampctx.kernels.foreach import Factor, PerDevice, move
 from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor, is_watched
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
@@ -34,7 +34,7 @@ _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 def given_to(optimizer: Any, given: Step | None) -> Step:
     """What a step reads: amp's ``found_inf``, which includes that of the optimizer, or the attributes ``found_inf`` and
     ``grad_scale`` in types that the ops accept. No host sync."""
-    factor, scale = getattr(optimizer, "_grad_factor", 1.0), getattr(optimizer, "grad_scale", None)
+    scale = getattr(optimizer, "grad_scale", None)
     if given is None:
         flag = getattr(optimizer, "found_inf", None)
         if flag is not None:
@@ -44,14 +44,12 @@ def given_to(optimizer: Any, given: Step | None) -> Step:
                 check_one_element("found_inf", flag)
             flag = PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
         given = Step(flag)
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            check_one_element("grad_scale", scale)
-        inv_scale: Factor = PerDevice(scale.float().reciprocal())
-        factor = inv_scale if factor == 1.0 else product(inv_scale, factor)
-    elif scale is not None:
-        factor = product(1.0 / scale, factor)
-    return given if factor == 1.0 and scale is None else given._replace(inv_scale=factor, unscales=scale is not None)
+    if scale is None:
+        return given
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        check_one_element("grad_scale", scale)
+    inv_scale = PerDevice(scale.float().reciprocal()) if isinstance(scale, Tensor) else 1.0 / scale
+    return given._replace(inv_scale=inv_scale, unscales=True)
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
-from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Work
 from ampctx.weights.step import Step
@@ -57,12 +54,9 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
         **shared: Unpack[SharedOptions],
     ) -> None:
-        self._begin(params, locals())
-
-    def _begin(self, params: Any, given: Group) -> None:
-        self.adam_w_mode = 1 if given["adam_w_mode"] else 0
-        self.use_nvlamb = given["use_nvlamb"]
-        FusedOptimizer.__init__(self, params, given)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        super().__init__(params, locals())
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
@@ -87,68 +81,3 @@ class FusedLAMB(FusedOptimizer):
         total = foreach.joined_norm(norms)
         # The ops accept an fp64 norm only on the CPU.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())
-
-
-class FusedMixedPrecisionLamb(FusedLAMB):
-    """Implements LAMB with lr and step counts on the device, and fp32 masters for the parameters of one dtype.
-
-    This is ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``. All
-    other arguments are those of FusedLAMB, without ``set_grad_none``, ``master_weights`` and ``capturable``.
-
-    Args:
-        lr: a number >= 0 or a one-element tensor. Each group gets its own tensor.
-        step: the step count of new parameters, an int >= 0.
-        reduced_precision_dtype: torch.float16 or torch.bfloat16. You may set it later, before the first step; masters
-            of a checkpoint that was loaded before stay.
-    """
-
-    _refused = ("offload", "master_weights", "capturable")
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None,
-        **shared: Unpack[CommonOptions],
-    ) -> None:
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise AmpTypeError(f"step must be an int, the number of steps so far, got {type(step).__name__}")
-        self._initial_step = int(check_number("step", step))
-        self.reduced_precision_dtype = reduced_precision_dtype
-        self._begin(params, {**locals(), "capturable": True})
-
-    @property
-    def reduced_precision_dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that have masters."""
-        return self._reduced_precision_dtype
-
-    @reduced_precision_dtype.setter
-    def reduced_precision_dtype(self, dtype: torch.dtype | None) -> None:
-        if dtype not in (None, torch.float32, *LOW_PRECISION):
-            raise AmpValueError(f"reduced_precision_dtype is {dtype}, expected torch.float16 or torch.bfloat16")
-        self._reduced_precision_dtype = dtype
-
-    @property
-    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """apex's name for ``param_groups_master``."""
-        return self.param_groups_master
-
-    @property
-    def _master_dtypes(self) -> tuple[torch.dtype, ...]:
-        dtype = self.reduced_precision_dtype
-        return (dtype,) if dtype in LOW_PRECISION else ()
-
-    def _useless_state(self, p: Tensor) -> set[str]:
-        # A dtype set after loading may need them.
-        kept = {"master_param"} if self.reduced_precision_dtype is None and p.dtype in LOW_PRECISION else set()
-        return super()._useless_state(p) - kept

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
-from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.kernels.tensor_loops import has_values
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._state_types import Forms, State
-from ampctx.weights.step import Given
 
 
 class FusedSGD(FusedOptimizer):
@@ -23,7 +20,7 @@ class FusedSGD(FusedOptimizer):
 
     ``ampctx.optimizer_ops.sgd`` has the formula. State of each parameter, fp32: ``step`` and, with momentum,
     ``momentum_buffer``. ``step`` counts from the first step of the buffer. Checkpoints have the format of
-    torch.optim.SGD. The attribute ``most_recent_scale`` divides the gradients of the next step, which resets it to 1.
+    torch.optim.SGD.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
@@ -52,21 +49,7 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale: float | Tensor = 1.0
-        self.scale_set_by_backward = False
         super().__init__(params, locals())
-
-    def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None, **kwargs: Any) -> Any:
-        """Steps like ``FusedOptimizer.step``, with gradients divided by ``most_recent_scale``. No host sync."""
-        loss = self._step_by(closure, given, **kwargs) if kwargs else self._step(closure, given)
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
-        return loss
-
-    @property
-    def _grad_factor(self) -> Factor:  # type: ignore[override]
-        scale = self.most_recent_scale
-        return PerDevice(scale.float().reciprocal()) if isinstance(scale, Tensor) else 1.0 / scale
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)

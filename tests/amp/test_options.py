@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.amp.options import BRIEFS, OPT_LEVELS, Options, PrecisionPolicy, resolve
+from ampctx.amp.options import OPT_LEVELS, Options, PrecisionPolicy, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -51,7 +51,7 @@ def test_policies_are_values():
         resolve("O2").loss_scale = 2.0
     with pytest.raises(TypeError, match="does not support item assignment"):
         OPT_LEVELS["O2"] = resolve("O3")
-    assert set(OPT_LEVELS) == set(BRIEFS) == set(TABLE)
+    assert set(OPT_LEVELS) == set(TABLE)
     assert resolve() == OPT_LEVELS["O1"]
 
 
@@ -159,33 +159,6 @@ def test_a_misspelt_argument_names_the_nearest():
     ):
         with pytest.raises(AmpTypeError, match=rf"keyword argument '{misspelt}'\. Did you mean {nearest}"):
             call(torch.nn.Linear(2, 2), **{misspelt: True})
-
-
-def test_banner_in_full(session, capsys):
-    for verbosity in (2, 0):
-        options = {"loss_scale": "128.0", "keep_batchnorm_fp32": False, "verbosity": verbosity}
-        session.initialize(torch.nn.Linear(2, 2), opt_level="O2", **options)
-    assert capsys.readouterr().out.splitlines() == [
-        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-        "",
-        "Defaults for this optimization level are:",
-        "enabled                : True",
-        "opt_level              : O2",
-        "cast_model_type        : torch.float16",
-        "patch_torch_functions  : False",
-        "keep_batchnorm_fp32    : True",
-        "master_weights         : True",
-        "loss_scale             : dynamic",
-        "Processing user overrides (additional kwargs that are not None)...",
-        "After processing overrides, optimization options are:",
-        "enabled                : True",
-        "opt_level              : O2",
-        "cast_model_type        : torch.float16",
-        "patch_torch_functions  : False",
-        "keep_batchnorm_fp32    : False",
-        "master_weights         : True",
-        "loss_scale             : 128.0",
-    ]
 
 
 # --- docs/options.md --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """amp_C's optimizer steps against their formulas in fp64, its norms and update_scale_hysteresis.
 
-Four of its functions are ampctx's (test_names.py): tests/test_multi_tensor_apply.py and tests/ops have what they do.
+test_multi_tensor_apply.py has scaling and plain norms.
 """
 
 import math

@@ -5,13 +5,13 @@ import contextlib
 import apex_C
 import pytest
 import torch
+from amp_C import multi_tensor_scale
 from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
 from apex.amp import _amp_state
 from kit import INF, OPTIMIZERS, Probe, loss_of, probes, start
 
 import ampctx
-from ampctx.multi_tensor_apply import multi_tensor_scale
 
 both = pytest.mark.parametrize("make", BOTH)
 each_kind = pytest.mark.parametrize("level", ["O1", "O2"])

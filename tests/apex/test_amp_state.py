@@ -58,6 +58,33 @@ def test_apexs_initialize_prints_apexs_banner_and_ampctxs_one_line(capsys):
     assert capsys.readouterr().out == "ampctx: O3: float16 model, no masters, loss scale 1\n"
 
 
+def test_banner_in_full(capsys):
+    for verbosity in (1, 0):
+        options = {"loss_scale": "128.0", "keep_batchnorm_fp32": False, "verbosity": verbosity}
+        amp.initialize(Probe(), opt_level="O2", **options)
+    assert capsys.readouterr().out.splitlines() == [
+        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        "",
+        "Defaults for this optimization level are:",
+        "enabled                : True",
+        "opt_level              : O2",
+        "cast_model_type        : torch.float16",
+        "patch_torch_functions  : False",
+        "keep_batchnorm_fp32    : True",
+        "master_weights         : True",
+        "loss_scale             : dynamic",
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        "enabled                : True",
+        "opt_level              : O2",
+        "cast_model_type        : torch.float16",
+        "patch_torch_functions  : False",
+        "keep_batchnorm_fp32    : False",
+        "master_weights         : True",
+        "loss_scale             : 128.0",
+    ]
+
+
 def test_verbosity_both_ways(capsys):
     amp.initialize(Probe(), verbosity=0)
     assert _amp_state.verbosity == 0

@@ -144,15 +144,6 @@ def test_adam_takes_its_old_arguments_in_order():
     assert isinstance(optimizer, optimizers.FusedAdam)
 
 
-def test_sgd_resets_what_a_scale_left_for_one_step():
-    params, twins = params_of(), params_of()
-    optimizer = FusedSGD(params, lr=0.1)
-    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
-    optimizer.step(grads=grads_of(0, factor=4.0))
-    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
-    assert_same(values(params), stepped(optimizers.FusedSGD(twins, lr=0.1), twins, steps=1))
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -47,7 +47,6 @@ RENAMED = {
     "global": "amp = None\ndef f():\n    global amp\n    from apex import amp\ndef g():\n    amp.initialize(m)\n",
     "attribute of a class": "import apex\nprint(apex.optimizers.FusedAdam.step.__doc__)\n",
     "a function that is a module, too": "from apex import amp\nlist(amp.master_params(o))\n",
-    "a module of another name": "from apex import multi_tensor_apply as m\nm.multi_tensor_applier(op, b, l)\n",
 }
 MOVED = {
     **{name: (before, before.replace("apex", "ampctx")) for name, before in RENAMED.items()},
@@ -62,8 +61,7 @@ MOVED = {
     ),
     "other names after import": (
         "import apex, amp_C\namp_C.multi_tensor_scale\n(apex.parallel.LARC.LARC)(apex.amp.initialize(m))\n",
-        "import ampctx, ampctx\nampctx.multi_tensor_apply.multi_tensor_scale\n"
-        "(ampctx.optimizers.LARC)(ampctx.amp.initialize(m))\n",
+        "import ampctx, amp_C\namp_C.multi_tensor_scale\n(ampctx.optimizers.LARC)(ampctx.amp.initialize(m))\n",
     ),
     "shadowed": (
         "import apex\ndef f(apex):\n    return apex.thing\napex.amp.initialize(m)\n",

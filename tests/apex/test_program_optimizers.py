@@ -1,5 +1,6 @@
 """Optimizers that programs derive from apex's, with a step of their own over apex's kernels."""
 
+import copy
 from functools import partial
 
 import amp_C
@@ -73,7 +74,7 @@ def test_the_classes_are_those_of_ampctx_with_and_without_kernels():
 from ampctx import optimizers
 from ampctx_apex import install_apex, uninstall_apex
 install_apex()
-names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedMixedPrecisionLamb, "multi_tensor_lamb")]
+names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedLAMB, "_dummy_overflow_buf")]
 before = [hasattr(*name) for name in names]
 import apex.optimizers
 after = [hasattr(*name) for name in names]
@@ -88,6 +89,16 @@ def test_a_copy_and_a_pickle_have_the_kernels(tmp_path):
     torch.save(optimizer, tmp_path / "optimizer.pt")
     loaded = torch.load(tmp_path / "optimizer.pt", weights_only=False)
     assert loaded.multi_tensor_adam is amp_C.multi_tensor_adam
+
+
+@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
+def test_each_optimizer_has_a_flag_of_its_own(kind):
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
+    buffer = optimizer._dummy_overflow_buf
+    assert (buffer.dtype, buffer.tolist(), buffer.device.type) == (torch.int32, [0], "cpu")
+    assert optimizer._dummy_overflow_buf is buffer
+    assert copy.deepcopy(optimizer)._dummy_overflow_buf is not buffer
+    assert kind([{"params": []}], lr=1.0)._dummy_overflow_buf.tolist() == [0]
 
 
 def test_what_a_program_writes_into_the_flag_stops_no_step():

@@ -15,7 +15,6 @@ from ampctx.amp import AmpSession
 CAPTURABLE = ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad", "FusedMuon")
 MAKE = {
     **{name: partial(OPTIMIZERS[name], capturable=True) for name in CAPTURABLE},
-    "FusedMixedPrecisionLamb": OPTIMIZERS["FusedMixedPrecisionLamb"],
     "FusedAdam-lr-tensor": lambda p: OPTIMIZERS["FusedAdam"](p, lr=torch.tensor(0.01)),
     "Adam-fused": lambda p: OPTIMIZERS["Adam-fused"](p, lr=torch.tensor(0.01)),
 }

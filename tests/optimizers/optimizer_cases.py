@@ -26,7 +26,6 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "adagrad": partial(OPTIMIZERS["FusedAdagrad"], weight_decay=0.1),
     "lion": partial(OPTIMIZERS["FusedLion"], weight_decay=0.1),
     "muon": muon,
-    "mixed-lamb": OPTIMIZERS["FusedMixedPrecisionLamb"],
 }
 # And what steps in another way.
 STEPPED_BY: dict[str, Callable[..., Any]] = {
@@ -46,7 +45,6 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 # Those whose step is one op call for each bucket of parameters.
 ONE_CALL = [name for name in BY_NAME if name != "muon"]
-OWN_MASTERS = [name for name in BY_NAME if name != "mixed-lamb"]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     "sgd": {"momentum_buffer"},
@@ -55,23 +53,12 @@ STATE = {
     "adagrad": {"sum"},
     "lion": {"exp_avg"},
     "muon": {"momentum_buffer"},
-    "mixed-lamb": {"exp_avg", "exp_avg_sq"},
 }
-
-
-def with_masters(name: str, params: Any, **options: Any) -> Any:
-    if name != "mixed-lamb":
-        return BY_NAME[name](params, master_weights=True, **options)
-    params = list(params)
-    return BY_NAME[name](params, reduced_precision_dtype=params[0].dtype, **options)
 
 
 def make(name: str, mode: str, params: Any = None, **more: Any) -> Any:
     dtype, options = MODES[mode]
-    params = parameters(dtype) if params is None else params
-    if "master_weights" in options and name == "mixed-lamb":
-        return with_masters(name, params, **more)
-    return BY_NAME[name](params, **options, **more)
+    return BY_NAME[name](parameters(dtype) if params is None else params, **options, **more)
 
 
 def masters_of(optimizer: Any) -> list:

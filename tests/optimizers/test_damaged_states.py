@@ -11,7 +11,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, STATE, parameters, run, with_masters
+from optimizer_cases import BY_NAME, STATE, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
@@ -59,7 +59,7 @@ def refused(optimizer, checkpoint, kind, message):
 
 # torch's SGD has None for a buffer until a parameter has a gradient.
 PARTS = [(name, key) for name in BY_NAME if name != "sgd" for key in sorted(STATE[name])]
-STEPS = [(name, "step") for name in ("adam", "lamb", "mixed-lamb", "novograd")]
+STEPS = [(name, "step") for name in ("adam", "lamb", "novograd")]
 
 
 @pytest.mark.parametrize("value", [None, "missing"], ids=str)
@@ -283,7 +283,6 @@ FLAGS = {
     "novograd": ["maximize", "bias_correction", "grad_averaging", "init_zero"],
     "lion": ["maximize"],
     "muon": ["maximize", "nesterov"],
-    "mixed-lamb": ["maximize", "bias_correction", "grad_averaging"],
 }
 EACH_FLAG = pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FLAGS.items() for key in keys])
 NO_FLAGS = ["False", None, 0.5, [False], NAN, 2]
@@ -437,7 +436,7 @@ def test_novograds_norms_of_another_form():
 def test_loading_reads_no_tensor_by_itself():
     """All that is looked at comes to the host together."""
     for name in BY_NAME:
-        for optimizer in (make(name), with_masters(name, parameters(torch.float16, shapes=SHAPES))):
+        for optimizer in (make(name), BY_NAME[name](parameters(torch.float16, shapes=SHAPES), master_weights=True)):
             run(optimizer, 2)
             checkpoint = optimizer.state_dict()
             if name == "sgd":  # which looks whether a buffer has begun

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from kit import assert_same, backward, same, start
-from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, masters_of, parameters, with_masters
+from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, masters_of, parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,7 @@ KINDS = {
 DRIVERS = ["alone", "clipped", "scaler", "unscaled"]
 # LARC writes adapted gradients, which are then rounded; SplitMasters takes no fp16. Neither takes the options.
 ODD = {("larc", "bf16 gradients"), ("split-masters", "fp16 weights")}
-ODD |= {(name, kind) for name in ("larc", "split-masters") for kind in ("masters", "split")} | {("mixed-lamb", "split")}
+ODD |= {(name, kind) for name in ("larc", "split-masters") for kind in ("masters", "split")}
 CASES = [(name, kind) for name in STEPPED_BY for kind in KINDS if (name, kind) not in ODD]
 
 
@@ -63,8 +63,7 @@ def test_a_step_uses_every_bit_of_the_gradient(name, kind, how):
     for p in params:
         p.grad_dtype = allowed
     plain = [nn.Parameter(p.detach().to(F32, copy=True)) for p in params]
-    of_mixed_lamb = (name, kind) == ("mixed-lamb", "masters")
-    optimizer = with_masters(name, params) if of_mixed_lamb else STEPPED_BY[name](params, **options)
+    optimizer = STEPPED_BY[name](params, **options)
     reference = STEPPED_BY[name](plain)
     scaler = GradScaler("cpu", init_scale=SCALE) if how in ("scaler", "unscaled") else None
     scale = SCALE if scaler else 1.0

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from kit import OPTIMIZERS, assert_same, params_of
-from optimizer_cases import OWN_MASTERS, STEPPED_BY
+from optimizer_cases import BY_NAME, STEPPED_BY
 from torch import nn
 
 from ampctx import AmpSession, GradScaler
@@ -29,7 +29,7 @@ BY_AMP = {
 TORCHS = {name: OPTIMIZERS[name] for name in ("SGD-plain", "SGD-foreach", "AdamW-foreach", "AdamW-fused")}
 ROWS = [
     *((name, how) for name in STEPPED_BY for how in ("plain", "scaler", "O1", "O2", "O5")),
-    *((name, how) for name in OWN_MASTERS for how in (*BY_ITSELF, "O5 split")),
+    *((name, how) for name in BY_NAME for how in (*BY_ITSELF, "O5 split")),
     ("split-masters", "O5 split"),
     *itertools.product(TORCHS, ("O1", "O2", "O5")),
 ]

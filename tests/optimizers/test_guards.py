@@ -55,7 +55,7 @@ def test_a_skipped_step_changes_nothing(name, value):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp32"])
-@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+@pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_of_16_bit_weights(name, mode):
     run_beside(make(name, mode, skip_nonfinite=True), make(name, mode), NAN)
 

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, OWN_MASTERS, give, gradients, parameters, run
+from optimizer_cases import BY_NAME, give, gradients, parameters, run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 # --- groups and gradients ---------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def test_layouts_of_parameter_and_gradient_may_differ(name, of_param, of_grad):
         optimizer.step()
         expected.step()
     # Sums of LAMB and NovoGrad go in memory order.
-    rtol = 1e-5 if name in ("lamb", "mixed-lamb", "novograd") else 0
+    rtol = 1e-5 if name in ("lamb", "novograd") else 0
     torch.testing.assert_close(p.detach(), plain.detach(), rtol=rtol, atol=rtol)
     assert p.stride() == LAYOUTS[of_param](plain.detach()).stride()
 
@@ -245,7 +245,7 @@ def test_tensor_lr_is_read_at_each_step():
 
 CAPTURABLE = {
     "adam": lambda p, **o: FusedAdam(p, capturable=True, weight_decay=0.0, **o),
-    "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, weight_decay=0.0, **o),
+    "lamb": lambda p, **o: FusedLAMB(p, capturable=True, weight_decay=0.0, **o),
 }
 on_capturable = pytest.mark.parametrize("make", CAPTURABLE.values(), ids=CAPTURABLE)
 
@@ -343,7 +343,6 @@ SIGNATURES = {
     FusedLAMB: (1e-3, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, True, 1.0, False),
     FusedNovoGrad: (1e-3, True, (0.9, 0.999), 1e-8, 0.0, False, False, True, 2, False, True),
     FusedAdagrad: (1e-2, 1e-10, 0.0, True, False),
-    FusedMixedPrecisionLamb: (1e-3, 0, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, 1.0, False, None),
 }
 
 
@@ -358,16 +357,14 @@ def test_positional_arguments_are_apexs(cls):
 
 def test_apexs_attributes():
     adam, lamb, nova = FusedAdam(parameters()), FusedLAMB(parameters()), FusedNovoGrad(parameters())
-    sgd, adagrad, mixed = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters()), FusedMixedPrecisionLamb(parameters())
+    sgd, adagrad = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters())
     assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
     assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
     assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, True)
-    assert (sgd.most_recent_scale, sgd.scale_set_by_backward) == (1.0, False)
     assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
     assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)
     assert (adagrad.adagrad_w_mode, FusedAdagrad(parameters(), adagrad_w_mode=True).adagrad_w_mode) == (0, 1)
-    assert (mixed.reduced_precision_dtype, mixed.adam_w_mode, mixed.use_nvlamb) == (None, 1, False)
-    assert all(o._step_supports_amp_scaling for o in (adam, lamb, nova, sgd, adagrad, mixed))
+    assert all(o._step_supports_amp_scaling for o in (adam, lamb, nova, sgd, adagrad))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -417,13 +414,6 @@ ERRORS = [
     (FusedNovoGrad, {"amsgrad": True}, AmpError, "FusedNovoGrad does not support the AMSGrad variant"),
     (FusedNovoGrad, {"norm_type": 1}, AmpValueError, "norm_type is 1, expected 2"),
     (FusedAdagrad, {"eps": -1.0}, AmpValueError, "Invalid epsilon value"),
-    (FusedMixedPrecisionLamb, {"amsgrad": True}, AmpError, "FusedMixedPrecisionLamb does not support the AMSGrad"),
-    (FusedMixedPrecisionLamb, {"step": 1.0}, AmpTypeError, "step must be an int, the number of .*, got float"),
-    (FusedMixedPrecisionLamb, {"step": -1}, AmpValueError, "Invalid step value: -1"),
-    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.int8}, AmpValueError,
-        "reduced_precision_dtype is torch.int8"),
-    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"}, AmpValueError,
-        "write_back='stochastic' is for 16-bit parameters without masters"),
 ]  # fmt: skip
 
 
@@ -448,7 +438,6 @@ NOT_TAKEN = {
     "lamb": ["offload"],
     "novograd": ["offload"],
     "muon": ["offload"],
-    "mixed-lamb": ["offload", "master_weights", "capturable", "set_grad_none"],
 }
 
 
@@ -472,13 +461,7 @@ def test_a_misspelt_argument_names_the_nearest(name):
             BY_NAME[name](parameters(), **{wrong: 1.0})
 
 
-@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
-def test_unknown_arguments_of_step(name):
-    with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):
-        BY_NAME[name](parameters()).step(loss=1.0)
-
-
-@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_tensor_options_become_numbers_when_they_are_given(name):
     """Reading them in step would wait for the device."""
     optimizer = BY_NAME[name](parameters(), weight_decay=torch.tensor(0.5))

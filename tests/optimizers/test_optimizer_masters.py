@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import assert_same
-from optimizer_cases import BY_NAME, LOW, OWN_MASTERS, STATE, give, gradients, masters_of, parameters, run, with_masters
+from optimizer_cases import BY_NAME, LOW, STATE, give, gradients, masters_of, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import join
-from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD, _base
+from ampctx.optimizers import FusedAdam, FusedSGD, _base
 
 BF16 = torch.bfloat16
 
@@ -36,7 +36,7 @@ def beside_fp32(ours, optimizer, make, steps):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_masters_are_an_fp32_run_and_weights_are_their_rounding(name, dtype):
     ours = parameters(dtype)
-    optimizer = with_masters(name, ours)
+    optimizer = BY_NAME[name](ours, master_weights=True)
     fp32 = beside_fp32(ours, optimizer, BY_NAME[name], 5)
     assert_same([m.detach() for m in masters_of(optimizer)], [p.detach() for p in fp32])
     assert_same([p.detach() for p in ours], [p.detach().to(dtype) for p in fp32])
@@ -114,7 +114,7 @@ def test_a_change_through_data_needs_the_method_and_is_told_by_name(steps, caplo
 
 
 @pytest.mark.parametrize("kept", [True, "split"])
-@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_weights_that_replace_those_of_a_parameter_are_stepped(name, kept):
     """As ``p.data = new`` does: the version stays, the memory is another."""
     pairs = [(ours := parameters(BF16), BY_NAME[name](ours, master_weights=kept)) for _ in range(2)]
@@ -190,7 +190,7 @@ def test_unchanged_weights_cost_no_pass(mode, monkeypatch):
 # --- split ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_split_is_an_fp32_run_bit_for_bit(name):
     ours = parameters(BF16)
     optimizer = BY_NAME[name](ours, master_weights="split")
@@ -239,7 +239,7 @@ def test_split_of_fp16_is_refused_with_the_name():
 
 
 @pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("write_back", ["kahan", "stochastic", "nearest"])
 def test_write_backs_without_masters(name, write_back, dtype):
     """Close to an fp32 run, with fp32 state, and nothing kept that is not needed."""
@@ -279,30 +279,3 @@ def test_stochastic_numbers_differ_between_groups_whatever_their_seeds_and_from_
     for i, a in enumerate(results):
         for b in results[:i]:  # as draws that know nothing of each other
             assert 180 < (a != b).sum() < 320
-
-
-# --- FusedMixedPrecisionLamb ------------------------------------------------------------------------------------------
-
-
-def test_reduced_precision_dtype_chooses_what_has_masters():
-    half, brain, full = (parameters(dtype, shapes=[(3,)])[0] for dtype in (torch.float16, BF16, torch.float32))
-    optimizer = FusedMixedPrecisionLamb([half, brain, full])
-    optimizer.reduced_precision_dtype = BF16  # as apex's own tests set it
-    before = [p.detach().clone() for p in (half, brain, full)]
-    run(optimizer, 2)
-    assert [p for p in (half, brain, full) if "master_param" in optimizer.state[p]] == [brain]
-    assert all(not torch.equal(p, q) for p, q in zip((half, brain, full), before, strict=True))
-    assert optimizer.param_groups_full_precision[0]["params"][1] is optimizer.state[brain]["master_param"]
-
-
-def test_groups_added_after_the_first_step_are_stepped():
-    first, late = parameters(BF16, shapes=[(3,), (4,)])
-    optimizer = FusedMixedPrecisionLamb([first], lr=0.1, reduced_precision_dtype=BF16, step=10)
-    run(optimizer, 1)
-    optimizer.add_param_group({"params": [late]})
-    before = late.detach().clone()
-    run(optimizer, 1)
-    assert not torch.equal(late, before)
-    assert optimizer.state[first]["step"] == 12
-    assert optimizer.state[late]["step"] == 11
-    assert torch.equal(late, optimizer.state[late]["master_param"].to(BF16))

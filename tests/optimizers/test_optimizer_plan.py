@@ -94,16 +94,6 @@ def test_what_is_refused_of_a_later_group_changes_nothing(what):
     assert_same(snapshot(optimizer), before)
 
 
-def test_other_masters_are_seen():
-    """``reduced_precision_dtype`` decides who has a master."""
-
-    def change(optimizer):
-        optimizer.reduced_precision_dtype = torch.bfloat16
-
-    kept = same_as_copies(lambda: BY_NAME["mixed-lamb"](parameters(torch.bfloat16)), change)
-    assert "master_param" in kept.state[params_of(kept)[0]]
-
-
 def test_masters_with_other_models_are_seen():
     """Another 16-bit weight for a master."""
     optimizer = FusedSGD([nn.Parameter(torch.ones(4))], lr=1.0)

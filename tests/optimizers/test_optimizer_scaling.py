@@ -9,7 +9,7 @@ import pytest
 import torch
 from host_reads import OpCalls
 from kit import assert_same, backward, params_of, snapshot, start, train, with_plans
-from optimizer_cases import BY_NAME, LOW, MODES, ONE_CALL, OWN_MASTERS, give, gradients, make, parameters, run
+from optimizer_cases import BY_NAME, LOW, MODES, ONE_CALL, give, gradients, make, parameters, run
 from tape import Tape
 from torch import nn
 
@@ -70,25 +70,6 @@ def test_grad_scale_divides_gradients_for_the_step_and_for_who_reads_them_after_
     assert_same(snapshot(optimizer), snapshot(plain))
 
 
-def test_most_recent_scale_of_sgd_divides_once():
-    """Alone it leaves gradients as they are, as in apex. Beside a grad_scale they become what the step computes with:
-    by then both have been taken off."""
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = FusedSGD([p], lr=1.0)
-    start = p.detach().clone()
-    p.grad = torch.full((3,), 8.0)
-    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 2.0, torch.full((3,), 8.0)])
-    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
-    optimizer.grad_scale = torch.tensor(2.0)
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 6.0, torch.full((3,), 4.0)])
-    optimizer.most_recent_scale = torch.tensor(2.0)
-    optimizer.step()
-    assert_same([p.detach(), p.grad], [start - 7.0, torch.full((3,), 1.0)])
-
-
 @pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
 def test_what_amp_leaves_must_have_one_element(name):
     optimizer = make("adam", "fp32")
@@ -98,61 +79,6 @@ def test_what_amp_leaves_must_have_one_element(name):
     with pytest.raises(AmpValueError, match=f"Tensor {name} must be 1-element: {name} has 2 elements"):
         optimizer.step()
     assert_same(before, snapshot(optimizer))
-
-
-def test_dummy_overflow_buf_is_apexs():
-    optimizer = make("adam", "fp32")
-    buffer = optimizer._dummy_overflow_buf
-    assert (buffer.dtype, buffer.tolist(), buffer.device.type) == (torch.int32, [0], "cpu")
-    assert optimizer._dummy_overflow_buf is buffer
-    assert FusedSGD([{"params": []}], lr=1.0)._dummy_overflow_buf.tolist() == [0]
-
-
-# --- GradScaler -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
-def test_a_grad_scaler_given_to_step_as_by_apexs_code(name):
-    optimizer, plain = BY_NAME[name](parameters()), BY_NAME[name](parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(torch.ones(()))
-    for step in range(2):
-        grads = gradients(parameters(), step)
-        give(optimizer.param_groups[0]["params"], [g * (float("inf") if step else 64) for g in grads])
-        give(plain.param_groups[0]["params"], grads)
-        optimizer.step(grad_scaler=scaler)
-        scaler.update()
-        if step == 0:
-            plain.step(grad_scaler=None)
-    assert scaler.get_scale() == 32.0
-    assert_same(snapshot(optimizer), snapshot(plain))
-
-
-@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
-def test_a_closure_and_a_grad_scaler_in_one_step(name):
-    """The scaler checks the gradients that the closure makes, and an overflow in them skips the step."""
-    (ours,), (plain,) = parameters(shapes=[(3,)]), parameters(shapes=[(3,)])
-    optimizer, expected = BY_NAME[name]([ours]), BY_NAME[name]([plain])
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-
-    def closure(factor):
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = ours.square().sum() * factor
-        scaler.scale(loss).backward()
-        return loss
-
-    for factor in (1.0, float("inf"), 1.0):
-        before = ours.detach().clone()
-        with torch.no_grad():
-            loss = optimizer.step(lambda factor=factor: closure(factor), grad_scaler=scaler)
-        assert loss.item() == before.square().sum().item() * factor
-        scaler.update()
-        if factor == 1.0:
-            plain.grad = 2 * plain.detach()
-            expected.step()
-        assert_same(snapshot(optimizer), snapshot(expected))
-    assert scaler.get_scale() == 32.0
 
 
 # --- what amp gives a step --------------------------------------------------------------------------------------------
@@ -248,17 +174,16 @@ def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
 
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_one_op_call_for_each_bucket(name):
-    op = {"mixed-lamb": "lamb"}.get(name, name)
     fp32, fp16, bf16 = (parameters(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     optimizer = BY_NAME[name]([{"params": fp32 + fp16}, {"params": bf16}])
     run(optimizer, 1)
     with OpCalls() as calls:
         run(optimizer, 1)
-    norms = {"multi_tensor_unscale_l2norm": 3} if op == "lamb" else {}
-    assert calls.of == {f"multi_tensor_{op}": 3, **norms}
+    norms = {"multi_tensor_unscale_l2norm": 3} if name == "lamb" else {}
+    assert calls.of == {f"multi_tensor_{name}": 3, **norms}
 
 
-@pytest.mark.parametrize("name", sorted(set(ONE_CALL) & set(OWN_MASTERS)))
+@pytest.mark.parametrize("name", ONE_CALL)
 def test_one_op_call_whatever_the_layouts_and_the_write_back(name):
     for options in ({"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}):
         optimizer = BY_NAME[name](parameters(torch.bfloat16), **options)
@@ -289,10 +214,10 @@ def test_no_host_read_in_a_step(name, mode):
     assert calls.on_lists > 0
 
 
-@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+@pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_a_capturable_step_sees_its_lr_change_without_python(name):
     (p,) = parameters(shapes=[(3,)])
-    optimizer = BY_NAME[name]([p], **({} if name == "mixed-lamb" else {"capturable": True}))
+    optimizer = BY_NAME[name]([p], capturable=True)
     run(optimizer, 1)
     p.grad = torch.ones(3)
     with Tape() as tape:
@@ -309,8 +234,7 @@ def test_a_capturable_step_sees_its_lr_change_without_python(name):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_capturable_is_the_same_arithmetic(name):
-    plain = BY_NAME["lamb" if name == "mixed-lamb" else name](parameters())
-    optimizer = BY_NAME[name](parameters(), **({} if name == "mixed-lamb" else {"capturable": True}))
+    plain, optimizer = BY_NAME[name](parameters()), BY_NAME[name](parameters(), capturable=True)
     lr = optimizer.param_groups[0]["lr"]
     assert (lr.dtype, lr.shape, lr.item()) == (torch.float32, (), pytest.approx(0.01))
     run(optimizer, 3)
@@ -351,10 +275,9 @@ def test_a_step_is_one_pass_over_16_bit_gradients(name, level):
         with OpCalls() as calls:
             optimizer.step()
         if step:
-            op = {"mixed-lamb": "lamb"}.get(name, name)
             # Muon steps two weights of their own shapes by two calls, and the biases by Adam's.
             expected = (2, 2 * 2 + 2) if name == "muon" else (1, 1)
-            assert (calls.of[f"multi_tensor_{op}"], calls.on_lists) == expected
+            assert (calls.of[f"multi_tensor_{name}"], calls.on_lists) == expected
             assert calls.count == 0
         optimizer.zero_grad()
     assert all(optimizer.state[p]["step"] == 3 for p in params_of(optimizer))

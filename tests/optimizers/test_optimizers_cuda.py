@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import assert_same, no_host_sync, params_of, snapshot
-from optimizer_cases import BY_NAME, MODES, OWN_MASTERS, give, gradients, parameters, run, with_masters
+from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
 from torch import nn
 
-from ampctx.optimizers import LARC, FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -27,9 +27,9 @@ def assert_close(name, a, b):
 @pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_as_on_the_cpu(name, masters):
-    make, dtype = (with_masters, torch.bfloat16) if masters else (lambda n, p: BY_NAME[n](p), torch.float32)
-    on_cpu = make(name, parameters(dtype))
-    on_gpu = make(name, moved(parameters(dtype)))
+    params, options = parameters(torch.bfloat16 if masters else torch.float32), {"master_weights": masters}
+    on_gpu = BY_NAME[name](moved(params), **options)
+    on_cpu = BY_NAME[name](params, **options)
     run(on_cpu, 5)
     run(on_gpu, 5)
     key = "master_param" if masters else None
@@ -64,7 +64,7 @@ def test_a_step_does_not_wait_for_the_device(name):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_captured_step_follows_lr_flag_and_count(name):
     """Replays equal eager steps bit for bit, also over an overflow and a new lr."""
     runs = []
@@ -92,11 +92,9 @@ def test_a_captured_step_follows_lr_flag_and_count(name):
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: FusedAdam(p, capturable=True), FusedMixedPrecisionLamb], ids=["adam", "lamb"]
-)
-def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(make):
-    source, target = make(parameters()), make(moved(parameters()))
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
+def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(kind):
+    source, target = (kind(params, capturable=True) for params in (parameters(), moved(parameters())))
     run(source, 2)
     target.load_state_dict(source.state_dict())
     assert {t.device.type for s in target.state.values() for t in s.values()} == {DEVICE}

@@ -17,7 +17,7 @@ from ampctx.optimizers._state_types import CODED, decoded
 
 MIXED = {"exp_avg": "8bit", "exp_avg_sq": torch.bfloat16}
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit", "mixed": MIXED}
-KINDS = ["adam", "sgd", "lamb", "novograd", "lion", "mixed-lamb", "muon"]
+KINDS = ["adam", "sgd", "lamb", "novograd", "lion", "muon"]
 # Blocks that are full and others, rows that are whole blocks and others, channels_last, transposed, empty.
 SHAPES = [(3, 5), (), (0,), (1,), (63,), (64,), (65,), (3, 128), (2, 64, 3, 3), (5, 4), (5, 130)]
 
@@ -32,7 +32,7 @@ def state_dtype_of(name, kind):
     return {"momentum_buffer": torch.bfloat16} if name == "sgd" else dict(list(given.items())[: 1 + (name in DOUBLE)])
 
 
-DOUBLE = ("adam", "lamb", "mixed-lamb")
+DOUBLE = ("adam", "lamb")
 
 
 def make(name, kind, params=None, **options):

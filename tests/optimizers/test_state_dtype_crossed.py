@@ -58,8 +58,8 @@ OF_OWN = [*OWN, *(how for how in HOW if how.startswith("O5-"))]
 REFUSED = {
     *itertools.product(("adagrad", "split-masters"), ("bf16", "8bit"), HOW),
     *itertools.product(MAKE, [*TYPES][1:], ["fp64"]),
-    *itertools.product({*MAKE} - {"adam", "lamb", "mixed-lamb"}, ["mixed"], HOW),
-    *itertools.product(("larc", "mixed-lamb", "split-masters"), TYPES, OF_OWN),
+    *itertools.product({*MAKE} - {"adam", "lamb"}, ["mixed"], HOW),
+    *itertools.product(("larc", "split-masters"), TYPES, OF_OWN),
     *itertools.product(["split-masters"], TYPES, ["fp16", "O3"]),
 }
 ROWS = [row for row in itertools.product(MAKE, TYPES, HOW) if row not in REFUSED]

@@ -33,7 +33,7 @@ SUITES = {
         "tests/integration/test_capture.py",
         "tests/test_grad_clip.py",
         "tests/test_foreach.py",
-        "tests/test_multi_tensor_apply.py",
+        "tests/apex/test_multi_tensor_apply.py",
         "tests/apex/test_amp_C.py",
         "tests/apex/test_amp_C_steps.py",
         # Offloaded and split weights are stepped on a CPU, by the ops of the other files.

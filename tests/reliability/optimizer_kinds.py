@@ -17,7 +17,7 @@ KINDS = {
     "FusedAdam-masters": partial(_ADAM, master_weights=True),
     "FusedAdam-split": partial(_ADAM, master_weights="split"),
 }
-for _name in ("FusedMixedPrecisionLamb", "AdamW-fused", "Adagrad-fused", "Adam-foreach", "SGD-foreach", "Adagrad-plain",
+for _name in ("AdamW-fused", "Adagrad-fused", "Adam-foreach", "SGD-foreach", "Adagrad-plain",
               "Adagrad-foreach"):  # fmt: skip
     del KINDS[_name]  # the same classes once more
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))

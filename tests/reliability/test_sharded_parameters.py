@@ -17,18 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import (
-    AmpError,
-    AmpRankError,
-    AmpTypeError,
-    AmpValueError,
-    clip_grad_norm_,
-    multi_tensor_applier,
-    optimizers,
-)
+from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError, clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels.sharding import groups_of
-from ampctx.multi_tensor_apply import multi_tensor_l2norm
 from ampctx.optimizers import FusedAdam
 
 with warnings.catch_warnings():
@@ -643,11 +634,7 @@ def test_masters_that_cannot_be_are_refused_and_nothing_changes():
 
 
 @on_ranks(2)
-def test_norms_of_parts_are_refused_and_those_of_replicas_are_whole():
-    shards, flag = list(fully_sharded().parameters()), torch.zeros(1, dtype=torch.int32)
-    message = r"multi_tensor_l2norm: tensors\[0\] is a DTensor: pass its to_local\(\)"
-    with pytest.raises(AmpError, match=message):
-        multi_tensor_applier(multi_tensor_l2norm, flag, [shards])
+def test_norms_of_replicas_are_whole():
     # The same on every rank: nothing about a norm is missing here.
     replicas, single = distribute_module(mlp(), flat_mesh()), mlp()
     for model in (replicas, single):

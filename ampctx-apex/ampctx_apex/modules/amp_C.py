@@ -1,8 +1,19 @@
-"""amp_C: apex's multi-tensor functions, over ampctx's ops.
+"""amp_C: apex's multi-tensor functions ``(chunk_size, noop_flag, tensor_lists, *numbers)``, over ampctx's ops.
 
-``(chunk_size, noop_flag, tensor_lists, *numbers)``, positional as in apex. ``ampctx.multi_tensor_apply`` tells what
-flags and lists may be. Numbers may be one-element tensors. Names that are not here come from the compiled amp_C of an
-apex that is installed as well.
+Args:
+    chunk_size: ignored; it tuned apex's kernels.
+    noop_flag: an int32 or fp32 tensor of one or more elements. Its first element becomes 1 if an input that a function
+        checks holds inf or nan. It may be on another device than the lists; if one of the two is the CPU, that is a
+        host sync.
+    tensor_lists: lists of fp32, fp16, bf16 and fp64 tensors on one device, in any mix of dtypes and layouts, or empty.
+        Tensors at one index have the same number of elements. Elements correspond by index if the shapes are equal,
+        else in row-major order.
+    numbers: numbers, or one-element tensors.
+
+Raises:
+    AmpTypeError, AmpValueError: an invalid flag, list or number, with the names of function and argument, and index.
+
+Names that are not here come from the compiled amp_C of an apex that is installed as well.
 
 Arithmetic is fp32 (fp64 where an fp64 tensor takes part) and state may be of any floating type. ``lr``, ``scale``,
 ``inv_scale``, ``step`` and norms may be tensors, which the host does not read; tensors in the place of other numbers
@@ -16,20 +27,66 @@ from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
-from ampctx_apex.multi_tensor import multi_tensor, run_op
+from ampctx_apex.multi_tensor import Call, Number, foreach_factor, found_in, multi_tensor, run_op
 from torch import Tensor
 
 from ampctx import AmpValueError, foreach
-from ampctx.spi import Call, Layers, TensorLists, adapt, compute_dtype, foreach_factor, found_in, multiply, norms
+from ampctx.spi import Layers, adapt, compute_dtype, multiply
 
-# --- norms ------------------------------------------------------------------------------------------------------------
+# --- scaling and norms ------------------------------------------------------------------------------------------------
 
 
-def multi_tensor_l2norm_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
+@multi_tensor("src dst", "scale")
+def multi_tensor_scale(call: Call, scale: Number) -> None:
+    """``dst[i] = src[i] * scale`` for ``[src, dst]``; ``dst`` may be ``src``. The flag checks ``src``."""
+    with call.flag() as flag:
+        foreach.scale(call["src"], call["dst"], found_in(flag), foreach_factor(scale))
+
+
+@multi_tensor("x y out", "a b arg_to_check")
+def multi_tensor_axpby(call: Call, a: Number, b: Number, arg_to_check: int) -> None:
+    """``out[i] = a * x[i] + b * y[i]`` for ``[x, y, out]``. The flag checks x (0), y (1) or both (-1).
+
+    ``out`` may be ``x`` or ``y``.
+    """
+    with call.flag() as flag:
+        of_x, of_y = foreach_factor(a), foreach_factor(b)
+        foreach.axpby(call["x"], call["y"], call["out"], found_in(flag), of_x, of_y, arg_to_check)
+
+
+def _norms(call: Call, inv_scale: Number, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    if not call.length:
+        total = torch.zeros(1, dtype=torch.float32, device=call.device)
+        return total, total.new_empty(0)
+    with call.flag() as flag:
+        if per_tensor:
+            total, each = foreach.unscale_l2norms(call["tensors"], found_in(flag), foreach_factor(inv_scale))
+        else:
+            total = foreach.unscale_l2norm(call["tensors"], found_in(flag), foreach_factor(inv_scale))
+            each = total.new_empty(0)
+    return total.reshape(1), each
+
+
+@multi_tensor("tensors", "per_tensor=False")
+def multi_tensor_l2norm(call: Call, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    """``(norm [1], norms of each tensor [n] or empty [0])`` for ``[tensors]``.
+
+    Both are fp32, or fp64 for fp64 tensors. The flag reports inf and nan elements, not an overflow of the sum of
+    squares.
+    """
+    return _norms(call, 1.0, per_tensor)
+
+
+@multi_tensor("tensors", "per_tensor=False")
+def multi_tensor_l2norm_mp(call: Call, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm``. Returns the norm even if the flag is set; apex's result is undefined then."""
-    return norms("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1.0, per_tensor)
+    return _norms(call, 1.0, per_tensor)
+
+
+@multi_tensor("tensors", "inv_scale per_tensor=False", inv_scale=Call.factor)
+def multi_tensor_unscale_l2norm(call: Call, inv_scale: Number, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm`` of ``t * inv_scale``, without changing the tensors."""
+    return _norms(call, inv_scale, per_tensor)
 
 
 # --- steps element by element, and NovoGrad's -------------------------------------------------------------------------

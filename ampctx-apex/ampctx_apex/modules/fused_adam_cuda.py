@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
-from ampctx_apex.multi_tensor import multi_tensor, run_op
+from ampctx_apex.multi_tensor import Call, multi_tensor, run_op
 from torch import Tensor
 
 from ampctx import AmpNotImplementedError, AmpValueError
-from ampctx.spi import Call
 
 
 def _step(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampctx import AmpError, AmpSession, AmpValueError, amp
 from ampctx.amp import OPT_LEVELS, PrecisionPolicy
-from ampctx.spi import BRIEFS, names_arguments, resolve, session
+from ampctx.spi import is_rank_zero, names_arguments, resolve, session
 
 # apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
 _BARE: Mapping[str, Any] = {
@@ -23,6 +23,15 @@ _BARE: Mapping[str, Any] = {
     "master_weights": None,
     "loss_scale": 1.0,
     "cast_model_outputs": None,
+}
+# apex's lines, byte for byte: log scrapers match them, two spaces included.
+_BRIEFS = {
+    "O0": "O0:  Pure FP32 training.",
+    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "O3:  Pure FP16 training.",
+    "O4": "O4:  Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
 
 
@@ -109,7 +118,7 @@ class _Level:
 
 
 def _level(name: str) -> type[_Level]:
-    brief = BRIEFS[name] + ("" if name == "O3" else "\n")
+    brief = _BRIEFS[name] + ("" if name == "O3" else "\n")
     return type(name, (_Level,), {"brief": brief, "_policy": OPT_LEVELS[name], "__module__": __name__})
 
 
@@ -121,10 +130,24 @@ O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 def initialize(*args: Any, **options: Any) -> Any:
     call = inspect.signature(amp.initialize).bind(*args, **options)
     verbosity = call.arguments.get("verbosity", 1)
-    call.arguments["verbosity"] = 2 if verbosity == 1 else verbosity  # from which ampctx prints apex's banner
+    call.arguments["verbosity"] = 2 if verbosity == 1 else verbosity  # without ampctx's own line
     found = amp.initialize(*call.args, **call.kwargs)
     session.verbosity = verbosity
+    if verbosity > 0 and is_rank_zero() and (policy := session.policy) is not None and policy.enabled:
+        level = policy.opt_level
+        print(f"Selected optimization level {_level(level).brief}")
+        print("Defaults for this optimization level are:")
+        _print_options(OPT_LEVELS[level])
+        print("Processing user overrides (additional kwargs that are not None)...")
+        print("After processing overrides, optimization options are:")
+        _print_options(policy)
     return found
+
+
+def _print_options(policy: PrecisionPolicy) -> None:
+    # apex prints no cast_model_outputs line. Only its ROCm branch, where O4 comes from, prints the type line.
+    left_out = {"cast_model_outputs", *(() if policy.opt_level == "O4" else ("patch_torch_functions_type",))}
+    print(*(f"{name:22} : {getattr(policy, name)}" for name in _BARE if name not in left_out), sep="\n")
 
 
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}

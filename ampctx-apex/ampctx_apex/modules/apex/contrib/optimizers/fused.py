@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampctx import AmpNotImplementedError, AmpTypeError, AmpValueError, foreach, optimizers
 from ampctx.foreach import Factor, FoundInf, PerDevice
-from ampctx.spi import Group, Step, Work, check_option, check_scale
+from ampctx.spi import FusedOptimizer, Group, Step, Work, check_option, check_scale
 
 Lists = list[list[Tensor | None]]
 
@@ -98,7 +98,7 @@ class _OldStep:
                 foreach.scale(sources, wide, FoundInf(), factor)
                 for (p, _), unscaled in zip(found, wide, strict=True):
                     before[p], p.grad = p.grad, unscaled
-            self._step(None, given)
+            FusedOptimizer.step(self, given=given)  # without the hooks that torch wraps around the step of each class
         finally:
             for p, grad in before.items():
                 p.grad = grad
@@ -110,7 +110,7 @@ class _OldStep:
         return loss
 
 
-class FusedAdam(_OldStep, optimizers.FusedAdam):  # type: ignore[misc]
+class FusedAdam(_OldStep, optimizers.FusedAdam):
     """Adam with a decoupled decay, as it was before apex.optimizers:
     ``p -= lr * sqrt(c2) / c1 * (m / (sqrt(v) + eps) + weight_decay * p)``.
 
@@ -182,9 +182,3 @@ class FusedAdam(_OldStep, optimizers.FusedAdam):  # type: ignore[misc]
 
 class FusedSGD(_OldStep, optimizers.FusedSGD):
     """SGD whose ``step`` takes the old arguments; without them it uses ``.grad``."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``_OldStep.step``."""
-        loss = super().step(*args, **kwargs)
-        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-        return loss

@@ -1,17 +1,18 @@
+"""apex's applier, and the functions of amp_C that scale and take norms."""
+
 import math
 
+import apex_on_ranks  # noqa: F401
 import pytest
 import torch
+from amp_C import multi_tensor_axpby, multi_tensor_l2norm, multi_tensor_scale, multi_tensor_unscale_l2norm
+from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from rank_processes import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.multi_tensor_apply import (
-    MultiTensorApply,
-    multi_tensor_applier,
-    multi_tensor_axpby,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-)
+import ampctx
+from ampctx import AmpTypeError, AmpValueError
 
 CHUNKS = [1, 333, 2048 * 32]
 
@@ -108,33 +109,6 @@ def test_chunk_size_errors(chunk_size, kind, message):
         MultiTensorApply(chunk_size)
 
 
-CALLS = [
-    (multi_tensor_scale, 2, (1.0,)),
-    (multi_tensor_axpby, 3, (1.0, 1.0, -1)),
-    (multi_tensor_l2norm, 1, (False,)),
-    (multi_tensor_unscale_l2norm, 1, (torch.ones(1), False)),
-]
-
-
-@pytest.mark.parametrize(("op", "depth", "args"), CALLS, ids=lambda v: getattr(v, "__name__", ""))
-def test_wrong_lists_are_errors_that_name_the_op(op, depth, args):
-    flag = torch.zeros(1)
-    for count in (depth - 1, depth + 1):
-        with pytest.raises(AmpValueError, match=f"{op.__name__}: tensor_lists has {count} lists, expected {depth}"):
-            multi_tensor_applier(op, flag, [tensors()] * count, *args)
-    for lists in (torch.ones(depth), [torch.ones(2)] * depth):
-        with pytest.raises(AmpTypeError, match=f"{op.__name__}: tensor_lists must be .* got a tensor"):
-            multi_tensor_applier(op, flag, lists, *args)
-
-
-def test_lists_that_disagree_are_errors_that_name_list_and_index():
-    flag = torch.zeros(1)
-    with pytest.raises(RuntimeError, match=r"dst\[0\] has 3 elements, src\[0\] has 2"):
-        multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], [torch.ones(3)]], 1.0)
-    with pytest.raises(RuntimeError, match="dst has 0 tensors, src has 1"):
-        multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], []], 1.0)
-
-
 def test_lists_of_mixed_types_and_memory_formats_go_by_index():
     image = torch.randn(2, 3, 4, 4)
     src = [
@@ -159,3 +133,17 @@ def test_a_number_may_be_a_tensor_of_any_type():
         dst = [torch.zeros(3)]
         multi_tensor_applier(multi_tensor_scale, torch.zeros(1), [[torch.ones(3)], dst], factor)
         assert dst[0].tolist() == [2.0] * 3
+
+
+@on_ranks(1)
+def test_parts_of_a_tensor_are_refused():
+    part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    with pytest.raises(AmpTypeError, match=r"multi_tensor_l2norm: tensors\[0\] is a DTensor: pass its to_local\(\)"):
+        multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1), [[part]])
+
+
+@pytest.mark.parametrize("name", ["MultiTensorApply", "multi_tensor_applier", "multi_tensor_apply"])
+def test_ampctx_itself_says_where_the_calling_form_is(name):
+    with pytest.raises(ImportError, match=rf"ampctx\.{name} is apex\.multi_tensor_apply .*ampctx\.ops"):
+        exec(f"from ampctx import {name}", {})
+    assert name not in ampctx.__all__
