@@ -106,7 +106,7 @@ class Run:
         if how in BY_ITSELF:
             model.bfloat16()
         members = [{**group, "params": [model[n] for n in group["params"]]} for group in groups]
-        own = BY_ITSELF["split"] if how == "O5 split" and name in OWN_MASTERS else BY_ITSELF.get(how, {})
+        own = BY_ITSELF["split"] if how == "O5 split" and name in BY_NAME else BY_ITSELF.get(how, {})
         self.optimizer = {**STEPPED_BY, **TORCHS}[name](members, **own)
         self.scaler, self.session = GradScaler("cpu", enabled=how == "scaler"), AmpSession() if how in BY_AMP else None
         if self.session:
