@@ -118,7 +118,7 @@ class Hints:
 
     def clipping(self, params: list[Tensor]) -> None:
         """torch clips the gradients of these."""
-        for binding in self.steps:
+        for binding in self.steps if self.is_start else ():
             frames, masters = binding.gradients.frames, binding.masters
             try:
                 if not frames:

@@ -113,7 +113,8 @@ class LeftGrads:
         self.marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of the parameter
         # Those that were there when a block of this optimizer began, which will add its own to them.
         self.joined: list[tuple[Tensor, Tensor]] = []
-        self._blocks = 0
+        # All blocks of the optimizer itself.
+        self.blocks = 0
 
     def zeroed(self) -> None:
         self.marks, self.joined = {}, []
@@ -122,13 +123,13 @@ class LeftGrads:
         """Call when a block over other optimizers begins; call the result when it ends, with the ids of the parameters
         that it unscales. Marks the gradients that the block has left in ``params``, or drops them with masters, as of
         16-bit weights."""
-        formers, blocks = list(map(grad_of, params)), self._blocks
+        formers, blocks = list(map(grad_of, params)), self.blocks
         versions = formers if all_none(formers) else list(map(_version, formers))
 
         def note(unscaled: set[int]) -> None:
             grads = list(map(grad_of, params))
             # A block of this optimizer inside the other one has its own gradients.
-            if all_none(grads) or blocks != self._blocks:
+            if all_none(grads) or blocks != self.blocks:
                 return
             marked = 0
             for p, g, former, version in zip(params, grads, formers, versions, strict=True):
@@ -141,10 +142,9 @@ class LeftGrads:
 
         return note
 
-    def block_begins(self, params: list[Tensor], is_first: bool) -> None:
-        self._blocks += 1
-        if is_first:
-            self.joined = self._untouched(params) if self.marks else []
+    def block_begins(self, params: list[Tensor]) -> None:
+        """Call when the first of nested blocks of the optimizer begins, if there are ``marks`` or ``joined``."""
+        self.joined = self._untouched(params)
 
     def block_ends(self, binding: Any) -> None:
         """Raises AmpError if the block would add its gradients to scaled ones. It may call ``zero_grad()`` first."""

@@ -379,7 +379,7 @@ class AmpSession(FunctionCasts):
         return bindings
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
-        """That of the optimizer, or of the one that a framework has wrapped since."""
+        """The binding of the optimizer, or of the one inside it that a framework has wrapped since."""
         binding = self._bindings.get(optimizer) if is_optimizer(optimizer) else None
         if binding is None and isinstance(optimizer, torch.optim.Optimizer):
             inside = dict.fromkeys(b for one in with_wrapped(optimizer) if (b := self._bindings.get(one)) is not None)
@@ -497,7 +497,8 @@ class AmpSession(FunctionCasts):
         return self._add_hook(self._step_hooks, fn)
 
     def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """As ``on_step``, at the end of every skipped step, where ``outcome.culprits`` are known with any optimizer."""
+        """Calls ``fn`` at the end of every skipped step, where ``outcome.culprits`` are known with any optimizer. See
+        ``on_step``."""
         return self._add_hook(self._skip_hooks, fn)
 
     @staticmethod

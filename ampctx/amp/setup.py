@@ -393,8 +393,8 @@ def initialize(
             steps = StepRecord(
                 limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
             )
-            told = session._hints, session._log
-            bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *told)
+            messages = session._hints, session._log
+            bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *messages)
             undo.callback(weak_method(bound[optimizer].release))
         watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)
         if verbosity > 0:

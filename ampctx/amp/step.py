@@ -211,7 +211,9 @@ class OptimizerBinding:
                 self._catch_up(weights_final=True, gradients=False)
             if is_idle and self.gradients.may_have_outside_grads():
                 self._collect()
-        self.left_grads.block_begins(self.masters.params_without_master, is_idle)
+        self.left_grads.blocks += 1
+        if is_idle and (self.left_grads.marks or self.left_grads.joined):
+            self.left_grads.block_begins(self.masters.params_without_master)
         if self.gradients.plan is None:
             self.masters.check()
         self.gradients.enter(scale, inv_scale, is_clear)

@@ -120,8 +120,7 @@ def _use_dtensor() -> None:
 
 
 class SpreadGrads(NamedTuple):
-    """Of each of some parameters its gradient or None, of that this rank's part or None if it has no elements, and the
-    layout of both over the ranks or None."""
+    """For each parameter: its whole gradient, this rank's part (None if empty), and its layout (DTensor spec)."""
 
     whole: list[Tensor | None]
     parts: list[Tensor | None]

@@ -133,7 +133,7 @@ def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, 
 
 
 class Guarded:
-    """A mixin: outcome, skipped steps and checkpoint entries of an optimizer with a guard."""
+    """Mixin: outcome, skipped_steps and checkpoint entries of an optimizer with skip_nonfinite or skip_norm_above."""
 
     _guard: Guard | None = None
     param_groups: list[dict[str, Any]]

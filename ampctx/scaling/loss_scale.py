@@ -104,7 +104,8 @@ class LossScale:
     observer: Any = None  # gets each check of this loss's gradients by ``observer.checked(flag)``
     process_group: Any = None  # the ranks that agree on flags. None: this rank alone
     until_check = 0  # how many agreements are left until ranks read whether their scales differ
-    is_held = False  # whether the scale skips steps as a dynamic one, and stays
+    # Static scale with skip_nonfinite: skips like a dynamic scale but never moves.
+    is_held = False
     # Copies of the scale and of 1 / scale, until it changes.
     _factors: tuple[PerDevice, PerDevice] | None = None
 
@@ -237,7 +238,7 @@ class LossScale:
             growth_tracker.add_(found_inf.reshape(()) == 0)
 
     def update_with_check(self, device: torch.device) -> ops.ScaleUpdate:
-        """What ``update`` of a dynamic scale does, for the op that checks the gradients."""
+        """Returns what ``update`` of a dynamic scale does, for the op that checks the gradients."""
         self._factors = None  # first: an exception must not leave outdated copies
         rule: Any = self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis
         bounds: Any = self.min_scale, self.max_scale

@@ -105,7 +105,7 @@ def culprits_of(optimizer: Any) -> Culprits:
 
 
 def culprits_later(stepped: weakref.ref, is_current: bool) -> Culprits:
-    """The same, as ``StepRecord.left_to_device`` asks for it. ``stepped``: the optimizer."""
+    """``culprits_of``, unless ``.grad`` has changed since the step. ``stepped``: the optimizer."""
     optimizer = stepped() if is_current else None
     return () if optimizer is None else culprits_of(optimizer)
 

@@ -339,7 +339,7 @@ def _joined_over_ranks(
 
 
 def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: str) -> Tensor:
-    """The norm of all ranks, of which each has that of its own."""
+    """Joins the ranks' norms into one."""
     if not order > 0:
         raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' where ranks join their norms")
     wide = norm.to(torch.float64)

@@ -237,7 +237,7 @@ class Frames:
     def _of_masters(
         self, factor: Factor, found_inf: FoundInf, nested: bool = False
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], dict[Tensor, Tensor | None], Pending | None]:
-        """What the gradients of 16-bit weights come to: the weights; (gradient, fp32 sum to add it to); new gradients
+        """Turns the gradients of 16-bit weights into: the weights; (gradient, fp32 sum to add it to); new gradients
         by master; or pending ones."""
         if not self._masters.pairs:
             return [], [], {}, None

@@ -214,7 +214,7 @@ class MasterParams:
         self.agree()
 
     def _derive(self, optimizer: Any) -> None:
-        """What follows from the pairs and the plain parameters. Lists to read only."""
+        """Makes the lists that follow from the pairs and the plain parameters. Others only read them."""
         self.params_with_master = [p for p, _ in self.pairs]
         self.masters = [master for _, master in self.pairs]
         self.model_of = {master: p for p, master in self.pairs}
@@ -337,12 +337,12 @@ class MasterParams:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Notes that the weights are the rounded masters."""
+        """Notes that weights equal the rounded masters."""
         if self.pairs and not self._are_busy():
             self._agreed, self.ahead = (marks(self.params_with_master), marks(self.masters)), 0
 
     def advance(self) -> None:
-        """Notes that the step has written each weight and its master, once."""
+        """Notes that the step wrote each weight and master once."""
         self._agreed, self.ahead = (advanced(self._agreed[0]), advanced(self._agreed[1])), 0
 
     def begin(self) -> None:

@@ -26,7 +26,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Place:
-    """Where the masters of one optimizer have pending gradients, or None.
+    """The holder of the pending gradients of one optimizer's masters, or of None.
 
     ``has_grads``: a master may have a gradient of its own. Then none is pending.
     """
