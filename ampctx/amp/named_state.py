@@ -37,7 +37,7 @@ from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.state import Loader, State, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
-from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
+from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, whole
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state_types import unpacked
@@ -83,11 +83,11 @@ def get_state_dict(
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
     keep = is_rank_zero() or not (full_state_dict and cpu_offload)
 
-    def whole(t: Any) -> Tensor | None:
-        t = t.full_tensor() if full_state_dict and is_sharded(t) else t  # every rank takes part
+    def shown(t: Any) -> Tensor | None:
+        t = whole(t) if full_state_dict else t  # every rank takes part
         return (t.cpu() if cpu_offload else t) if keep else None
 
-    result = map_leaves(tree, whole, False)
+    result = map_leaves(tree, shown, False)
     return result if keep else {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,17 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
                 entries.append((p, name, {k: value for k, value in states[key].items() if value is not None}))
         found.append(SavedGroup(dict(saved), entries, group))
     return found
+
+
+def load_between(
+    optimizer: Any, load: Callable[[Any], Any], state_dict: Any, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Calls torch's ``load``. ``before`` is the last hook before its own work and ``after`` the first after it, so that
+    the user's hooks see complete states."""
+    with ExitStack() as hooks:
+        hooks.callback(optimizer.register_load_state_dict_pre_hook(before).remove)
+        hooks.callback(optimizer.register_load_state_dict_post_hook(after, prepend=True).remove)
+        load(state_dict)
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
