@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -229,3 +230,22 @@ def without_amp(optimizer: Any, *transient: str) -> dict[str, Any]:
         and not (callable(value) and hasattr(type(optimizer), name))
         and not getattr(value, "of_amp", False)
     }
+
+
+def first_state_of(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> State:
+    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros.
+    It raises where one needs more."""
+    if hasattr(type(optimizer), "first_state"):
+        own: State = optimizer.first_state(p, dict(group))
+        return own
+    # Without hooks (private in torch), which ``__setstate__`` makes anew.
+    attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
+    stand_in = torch.zeros_like(p.detach()).requires_grad_()
+    attributes |= {"state": defaultdict(dict), "param_groups": [{**group, "params": [stand_in]}]}
+    twin = object.__new__(type(optimizer))
+    twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
+    zeros = torch.zeros_like(stand_in, requires_grad=False)
+    stand_in.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+    type(optimizer).step(twin)
+    state: State = twin.state[stand_in]
+    return state

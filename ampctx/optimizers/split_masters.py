@@ -15,7 +15,7 @@ from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import load_between, matched, refuse_strays, without_amp
+from ampctx.optimizers._checkpoint import first_state_of, load_between, matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
@@ -207,6 +207,13 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
     def layout_of(self, p: Tensor) -> str:
         """As of ``FusedOptimizer``, for states by names."""
         return "split" if p.dtype == torch.bfloat16 else "nearest"
+
+    def first_state(self, p: Tensor, group: Group) -> State:
+        """As of ``FusedOptimizer``."""
+        if p.dtype != torch.bfloat16:
+            return first_state_of(self.inner, p, group)
+        rest = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+        return {**first_state_of(self.inner, p.detach().float(), group), _KEY: rest}
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
