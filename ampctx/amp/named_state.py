@@ -378,9 +378,8 @@ class _NamedRun:
                 weight, state[EXTRAS[m.layout]] = STORES[m.layout].divided(exact, m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
             if state:  # those of ampctx copy what they load; torch's would share it with the tree
-                states[m.key] = (
-                    state if hasattr(type(optimizer), "layout_of") else map_leaves(state, Tensor.clone, False)
-                )
+                is_copied = hasattr(type(optimizer), "layout_of")
+                states[m.key] = state if is_copied else map_leaves(state, Tensor.clone, False)
         here, names, groups = optimizer.state_dict(), iter(members), []
         for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True):
             groups.append({**group, **_options([next(names).name for _ in group["params"]], saved, actual)})
