@@ -363,7 +363,7 @@ class Run:
         if self.start["level"] is None or self.is_torch:
             return
         scale, level = self.start["scale"], self.start["level"]
-        options = {"master_weights": "split"} if self.start["options"].get("master_weights") else {}
+        options = {"master_weights": False} if self.start["options"].get("master_weights") else {}
         if scale == "dynamic":
             options |= {"init_scale": 256.0 / self.divided, "growth_interval": 3}
         else:

@@ -37,12 +37,10 @@ from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.state import Loader, State, checked
 from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, autocast_off, map_leaves
-from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._checkpoint import without_amp
+from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, whole
+from ampctx.optimizers._checkpoint import first_state_of
 from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.larc import LARC
-from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.loss_scale import KEY, read_amp_entries
 from ampctx.weights.store import EXTRAS, STORES, joined
 
@@ -83,11 +81,11 @@ def get_state_dict(
     tree = _NamedRun(session, model, optimizers, "amp.get_state_dict").saved()
     keep = is_rank_zero() or not (full_state_dict and cpu_offload)
 
-    def whole(t: Any) -> Tensor | None:
-        t = t.full_tensor() if full_state_dict and is_sharded(t) else t  # every rank takes part
+    def shown(t: Any) -> Tensor | None:
+        t = whole(t) if full_state_dict else t  # every rank takes part
         return (t.cpu() if cpu_offload else t) if keep else None
 
-    result = map_leaves(tree, whole, False)
+    result = map_leaves(tree, shown, False)
     return result if keep else {}
 
 
@@ -210,7 +208,7 @@ class _NamedRun:
                 )
             layout = "masters" if member is not p else "fp32"
             if member is p and p.dtype in LOW_PRECISION:
-                layout = inner.layout_of(p) if isinstance(inner, FusedOptimizer | SplitMasters) else "nearest"
+                layout = inner.layout_of(p) if hasattr(type(inner), "layout_of") else "nearest"
             members.append(_Member(key, names[id(p)], member, p, group, layout))
         return inner, members
 
@@ -301,7 +299,7 @@ class _NamedRun:
             is_made_up = m.member.requires_grad and not _moments_of(state)
             if is_made_up:
                 try:
-                    state = {**_first_state_of(optimizer, m.group, m.member), **state}
+                    state = {**first_state_of(optimizer, m.member, m.group), **state}
                 except Exception as error:
                     if not found:  # LBFGS keeps the state of all parameters with the first one
                         raise AmpError(
@@ -379,8 +377,8 @@ class _NamedRun:
                 exact = tree["model"][m.name].float()
                 weight, state[EXTRAS[m.layout]] = STORES[m.layout].divided(exact, m.p.dtype, rest)
                 values.update(dict.fromkeys(m.names, weight))
-            if state:  # the fused optimizers copy what they load; torch's would share it with the tree
-                is_copied = isinstance(optimizer, FusedOptimizer)
+            if state:  # those of ampctx copy what they load; torch's would share it with the tree
+                is_copied = hasattr(type(optimizer), "layout_of")
                 states[m.key] = state if is_copied else map_leaves(state, Tensor.clone, False)
         here, names, groups = optimizer.state_dict(), iter(members), []
         for group, actual in zip(here["param_groups"], optimizer.param_groups, strict=True):
@@ -514,26 +512,3 @@ def _names_of(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 def _moments_of(state: State) -> State:
     """The state of a parameter without what ``joined`` adds to the parameter. In fp32, whatever the ``state_dtype``."""
     return unpacked({key: value for key, value in state.items() if key not in EXTRAS.values()})
-
-
-def _first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
-    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros.
-    It raises where one needs more, say."""
-    if isinstance(optimizer, FusedOptimizer):
-        return optimizer.first_state(member, dict(group))
-    if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:
-        if member.dtype != torch.bfloat16:
-            return _first_state_of(optimizer.inner, group, member)
-        rest = torch.zeros_like(member, dtype=torch.int16, requires_grad=False)
-        return {**_first_state_of(optimizer.inner, group, member.detach().float()), "remainder": rest}
-    # Without hooks (private in torch), which ``__setstate__`` makes anew.
-    attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
-    stand_in = torch.zeros_like(member.detach()).requires_grad_()
-    attributes |= {"state": defaultdict(dict), "param_groups": [{**group, "params": [stand_in]}]}
-    twin = object.__new__(type(optimizer))
-    twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
-    zeros = torch.zeros_like(stand_in, requires_grad=False)
-    stand_in.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
-    type(optimizer).step(twin)
-    state: State = twin.state[stand_in]
-    return state

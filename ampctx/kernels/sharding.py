@@ -119,19 +119,23 @@ def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
     return dtensor().from_local(zeros, t.device_mesh, t.placements, run_check=False, **how)
 
 
+def whole(t: Any) -> Tensor:
+    """The whole of a DTensor, on every rank: a collective. A plain tensor itself."""
+    found: Tensor = t.full_tensor() if is_sharded(t) else t
+    return found
+
+
 def laid_out_as(value: Any, like: Any) -> Tensor:
     """``value`` as a DTensor laid out as ``like``, or as a plain tensor. A collective if it is a DTensor laid out
     otherwise."""
-    if is_sharded(value):
-        if is_sharded(like) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
-            return value
-        value = value.full_tensor()
     if not is_sharded(like):
+        return whole(value)
+    if is_sharded(value) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     # None: each rank takes its part of its own tensor.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole(value).to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class Grid:

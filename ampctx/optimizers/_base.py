@@ -15,7 +15,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -636,11 +635,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                         rate.copy_(loaded.reshape(rate.shape))
                     group["lr"] = rate
 
-        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
-        with ExitStack() as hooks:
-            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
-            hooks.callback(self.register_load_state_dict_post_hook(after, prepend=True).remove)
-            super().load_state_dict(state_dict)
+        _checkpoint.load_between(self, super().load_state_dict, state_dict, before, after)
 
     def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, State]:
         result, names, at = {}, {}, {}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +84,17 @@ def matched(checkpoint: Mapping[str, Any], groups: list[Group]) -> list[SavedGro
                 entries.append((p, name, {k: value for k, value in states[key].items() if value is not None}))
         found.append(SavedGroup(dict(saved), entries, group))
     return found
+
+
+def load_between(
+    optimizer: Any, load: Callable[[Any], Any], state_dict: Any, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Calls torch's ``load``. ``before`` is the last hook before its own work and ``after`` the first after it, so that
+    the user's hooks see complete states."""
+    with ExitStack() as hooks:
+        hooks.callback(optimizer.register_load_state_dict_pre_hook(before).remove)
+        hooks.callback(optimizer.register_load_state_dict_post_hook(after, prepend=True).remove)
+        load(state_dict)
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
@@ -217,3 +230,22 @@ def without_amp(optimizer: Any, *transient: str) -> dict[str, Any]:
         and not (callable(value) and hasattr(type(optimizer), name))
         and not getattr(value, "of_amp", False)
     }
+
+
+def first_state_of(optimizer: Any, p: Tensor, group: Mapping[str, Any]) -> State:
+    """The state that a first step makes, with values of no meaning. Of torch's optimizers a twin takes a step of zeros.
+    It raises where one needs more."""
+    if hasattr(type(optimizer), "first_state"):
+        own: State = optimizer.first_state(p, dict(group))
+        return own
+    # Without hooks (private in torch), which ``__setstate__`` makes anew.
+    attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
+    stand_in = torch.zeros_like(p.detach()).requires_grad_()
+    attributes |= {"state": defaultdict(dict), "param_groups": [{**group, "params": [stand_in]}]}
+    twin = object.__new__(type(optimizer))
+    twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
+    zeros = torch.zeros_like(stand_in, requires_grad=False)
+    stand_in.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+    type(optimizer).step(twin)
+    state: State = twin.state[stand_in]
+    return state

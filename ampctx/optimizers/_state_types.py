@@ -19,7 +19,7 @@ from ampctx.casts.arguments import autocast_off, map_leaves
 from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels.codes import BLOCK, DTYPES
 from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
-from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
+from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local, whole
 from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.optimizers._options import Group, check_choice
 from ampctx.weights.store import EXTRAS
@@ -204,11 +204,6 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     return values
 
 
-def _whole(t: Any) -> Tensor:
-    whole: Tensor = t.full_tensor() if is_sharded(t) else t
-    return whole
-
-
 @torch.no_grad()
 def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise. A
@@ -220,7 +215,7 @@ def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[s
     mine_scales = zero_scales(mine)
     if _lies_as(codes, mine) and _lies_as(scales, mine_scales):
         return {coded.codes_key: mine.copy_(codes), coded.scales: mine_scales.copy_(scales)}
-    codes, scales = _whole(codes), _whole(scales)
+    codes, scales = whole(codes), whole(scales)
     low, high = (x.item() for x in torch.aminmax(scales)) if scales.numel() else (0.0, 0.0)
     if not (low >= 0 and math.isfinite(high)):
         wrong, what = high if low >= 0 else low, "finite numbers >= 0"
@@ -323,7 +318,7 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise AmpTypeError("unpack_state: state_dict must be what optimizer.state_dict() returned")
 
-    states = map_leaves(dict(state_dict["state"]), lambda t: _whole(t.detach()).to("cpu", copy=True), objects=False)
+    states = map_leaves(dict(state_dict["state"]), lambda t: whole(t.detach()).to("cpu", copy=True), objects=False)
     states |= {key: unpacked(s, f"parameter {key!r}") for key, s in states.items() if isinstance(s, Mapping)}
     groups = [{key: v for key, v in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]]
     return {**state_dict, "state": states, "param_groups": groups}

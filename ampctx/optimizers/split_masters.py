@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.casts.arguments import autocast_off
+from ampctx.casts.arguments import autocast_off, map_leaves
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
-from ampctx.optimizers._checkpoint import matched, refuse_strays, without_amp
+from ampctx.optimizers._checkpoint import first_state_of, load_between, matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State, check_tensor
@@ -209,6 +208,13 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         """``FusedOptimizer``'s, for states by names."""
         return "split" if p.dtype == torch.bfloat16 else "nearest"
 
+    def first_state(self, p: Tensor, group: Group) -> State:
+        """As of ``FusedOptimizer``."""
+        if p.dtype != torch.bfloat16:
+            return first_state_of(self.inner, p, group)
+        rest = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+        return {**first_state_of(self.inner, p.detach().float(), group), _KEY: rest}
+
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,23 +243,19 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                     if p.dtype == torch.bfloat16 and _KEY in state:
                         check_tensor(f"the state 'remainder' of {name}", state[_KEY], p.shape, torch.int16)
                         rests[p] = state[_KEY]
-            # Copies: torch keeps tensors of a checkpoint that fit, and they may be another optimizer's.
             states = {
-                key: {k: _copied(v) for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
+                key: {k: v for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
                 for key, state in given["state"].items()
             }
+            # Copies: torch keeps tensors of a checkpoint that fit, and they may be another optimizer's.
+            states = map_leaves(states, Tensor.clone, objects=False)
             inner.load_state_dict({"state": states, "param_groups": groups})
             kept.update({p: inner.state.pop(proxy) for p, proxy in self._proxies.items() if proxy in inner.state})
             for p, rest in rests.items():
                 kept.setdefault(p, {})[_KEY] = rest.to(p.device, copy=True)
             return {**given, "state": {}}
 
-        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
-        with ExitStack() as hooks:
-            hooks.callback(self.register_load_state_dict_pre_hook(before).remove)
-            after = self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True)
-            hooks.callback(after.remove)
-            super().load_state_dict(state_dict)
+        load_between(self, super().load_state_dict, state_dict, before, lambda _: self.state.update(kept))
         self._restore()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,10 +292,6 @@ def _of_type(value: Any, weight: Tensor) -> Any:
     """State that is as large as the weight in the type of the weight, which may have changed."""
     fits = not isinstance(value, Tensor) or value.dtype == weight.dtype or value.shape != weight.shape
     return value if fits or not value.is_floating_point() else value.to(weight.dtype)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _wide(p: Tensor, state: State) -> Tensor:
