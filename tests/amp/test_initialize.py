@@ -5,7 +5,7 @@ import torch
 from kit import LEVELS, LOW, backward, every_level, loss_of, mlp, start
 from torch import nn
 
-from ampctx import AmpError, AmpTypeError, AmpValueError, amp
+from ampctx import AmpError, AmpTypeError, amp
 from ampctx.optimizers import FusedSGD, SplitMasters
 
 
@@ -73,27 +73,6 @@ def test_masters_take_the_place_of_16_bit_parameters(session, level):
     assert all(torch.equal(kept[name], original) for name, original in zip(names, exact, strict=True) if name[0] != "1")
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["stepped-before", "loaded-after"])
-def test_optimizer_state_of_the_masters_is_fp32(session, loaded):
-    model = mlp()
-    optimizer = sgd(model)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    momentum, state = (
-        [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()],
-        optimizer.state_dict(),
-    )
-    if loaded:
-        _, optimizer = start(session, "O2", "SGD-foreach")
-        optimizer.load_state_dict(state)
-    else:
-        session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for master, expected in zip(amp.master_params(optimizer), momentum, strict=True):
-        assert torch.equal(optimizer.state[master]["momentum_buffer"], expected)
-    assert len(optimizer.state) == len(momentum)
-
-
 def test_state_without_masters_has_the_type_of_the_weights(session):
     model = mlp()
     optimizer = sgd(model)
@@ -114,26 +93,6 @@ def test_gradients_from_before_initialize_are_kept(session):
     backward(session, sum(p.float().sum() for p in model.parameters()), optimizer)
     for master, old in zip(amp.master_params(optimizer), before, strict=True):
         torch.testing.assert_close(master.grad, old + 1, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"opt_level": "O2", "loss_scale": "high"}, AmpValueError, "loss_scale"),
-        ({"num_losses": 0}, AmpValueError, "num_losses is 0"),
-        ({"num_losses": 1.5}, AmpValueError, "num_losses is 1.5"),
-    ],
-    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
-)
-def test_bad_arguments_are_named_and_change_nothing(session, kwargs, error, message):
-    model = mlp()
-    optimizer = sgd(model)
-    with pytest.raises(error, match=message):
-        session.initialize(model, optimizer, verbosity=0, **kwargs)
-    assert session.policy is None
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert "step" not in vars(optimizer)
-    assert not model._forward_pre_hooks
 
 
 class FP16_Optimizer:
