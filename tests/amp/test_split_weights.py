@@ -184,19 +184,6 @@ def test_state_dicts_resume_to_the_bit(make, steps):
     assert_same(resumed.masters(), run.masters())
 
 
-@pytest.mark.parametrize("ways", [(None, "split"), ("split", None), ("split", "split")], ids=str)
-def test_a_state_by_names_loads_into_the_other_layout(ways):
-    there, here = (Run(adam, way, seed=i) for i, way in enumerate(ways))
-    there.train(0, 3)
-    here.session.set_state_dict(
-        here.model, here.optimizer, copy.deepcopy(there.session.get_state_dict(there.model, there.optimizer))
-    )
-    for each in (there, here):
-        each.train(3, 6)
-    assert_same(here.masters(), there.masters())
-    assert_same(here.weights(), there.weights())
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
