@@ -10,7 +10,7 @@ from kit import LEVELS, assert_same, backward, batch, loss_of, mlp, probe, probe
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from ampctx import AmpWarning
+from ampctx import AmpSession, AmpWarning
 from ampctx.amp.hints import ENOUGH_STEPS, FIRST_STEPS
 
 SCALED = [("O0", 128.0), ("O1", "dynamic"), ("O4", 128.0), ("O2", "dynamic"), ("O5", 128.0)]
@@ -314,6 +314,18 @@ def test_parameters_that_were_left_out_are_named(session, said, closure):
     assert message.startswith(f"SGD.step(): {LEFT_OUT} got gradients")
 
 
+def test_each_initialize_of_a_session_names_what_it_left_out(session, said):
+    runs = []
+    for _ in range(2):
+        model = mlp()
+        runs.append(
+            start(session, "O1", lambda _, m=model: torch.optim.SGD(m[3].parameters(), lr=0.01), model, verbosity=1)
+        )
+    for model, optimizer in [*runs, *runs]:
+        train(session, model, optimizer, steps=1)
+    assert [message.split(" got ")[0] for message in said()] == [f"SGD.step(): {LEFT_OUT}"] * 2
+
+
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_what_is_not_to_train_or_trains_elsewhere_is_not_named(session, said, level):
     """Frozen and unused parameters, a teacher, one whose gradients nobody wants, an optimizer without amp, a second one
@@ -347,6 +359,22 @@ def test_without_optimizers_there_is_nothing_to_say(session, said, optimizers):
     session.initialize(model, optimizers, opt_level="O4", verbosity=1)
     train(session, model, torch.optim.SGD(model[3].parameters(), lr=0.01))
     assert said() == []
+
+
+def test_models_of_two_sessions_with_one_loss_are_both_trained(said):
+    sessions = [AmpSession(), AmpSession()]
+    (first, a), (second, b) = [start(s, "O4", "SGD-foreach", verbosity=1) for s in sessions]
+    try:
+        for _ in range(2):
+            loss = second(first(batch()).repeat(1, 2)).float().square().mean()
+            backward(sessions[0], loss, a)
+            for optimizer in (a, b):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert said() == []
+    finally:
+        for session in reversed(sessions):
+            session.reset()
 
 
 # --- optimizers that step other tensors than their masters, averages without one --------------------------------------
