@@ -302,7 +302,7 @@ FAULTS = [
     Fault(
         "a master begins with the rounded weight", "ampctx",
         "source = p if original is None or is_distributed() else original", "source = p",
-        f"{AMP}parameters.py {AMP}initialize.py",
+        f"{ROWS}state_machine.py",
     ),
     Fault(
         "a model's state dict holds rounded masters", "ampctx",

@@ -226,14 +226,6 @@ def test_checkpointed_blocks_have_the_gradients_of_plain_ones(level, how, shared
         assert torch.equal(a, b)
 
 
-@per_op
-def test_checkpointed_blocks_may_share_weights_in_the_cache(level):
-    plain = gradients(level, "plain", True)
-    for how, bound in (("non-reentrant", 0.0), ("reentrant", 2e-2)):  # which has each part's gradient cast by itself
-        for a, b in zip(gradients(level, how, True), plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=bound, atol=bound / 10)
-
-
 # --- nested blocks ----------------------------------------------------------------------------------------------------
 
 
@@ -270,19 +262,6 @@ def test_blocks_inside_the_forward(session, level):
     assert model.dtypes == [low, FLOAT, other, FLOAT, FLOAT, other, other, FLOAT, other, low]
     backward(session, out.float().sum(), optimizer)
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
-
-
-@pytest.mark.parametrize("level", LOW)
-def test_autocast_inside_a_cast_model(session, level):
-    class Nested(nn.Linear):
-        def forward(self, x):
-            with torch.autocast("cpu", dtype=LOW[level]):
-                return super().forward(x.float()).softmax(-1)
-
-    model, optimizer = initialized(session, Nested(4, 4), level)
-    out = model(torch.randn(2, 4))
-    backward(session, out.square().sum(), optimizer)
-    assert all(p.grad is not None for p in amp.master_params(optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)

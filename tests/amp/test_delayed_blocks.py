@@ -38,13 +38,13 @@ def test_delayed_gradients_stay_scaled_in_the_model(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("plain", [True, False], ids=["plain-backward", "delayed-block"])
-def test_reset_keeps_true_gradients(session, level, plain):
+@pytest.mark.parametrize("options", [None, {}, {"delay_unscale": True}], ids=["plain-backward", "block", "delayed"])
+def test_reset_keeps_true_gradients(session, level, options):
     model, optimizer = probe(session, level, loss_scale=128.0)
-    if plain:
+    if options is None:
         model.loss(1.0).backward()
     else:
-        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, **options)
     session.reset()
     assert all(p.grad.eq(1).all() for p in model.parameters())
     assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())

@@ -19,11 +19,9 @@ from kit import (
     train,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
-from ampctx.casts import fp32_ops
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SIXTEEN = {"O0": FLOAT, "O1": HALF, "O4": BF16, **LOW}
@@ -35,14 +33,13 @@ of_compiled_hooks = pytest.mark.filterwarnings("ignore:The .grad attribute of a 
 class Network(nn.Module):
     """Linear, LayerNorm, Linear, softmax, head: ``types`` has the types on the way."""
 
-    def __init__(self, seed=0, recompute=False):
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(4, 8)
         self.norm = nn.LayerNorm(8)
         self.body = nn.Linear(8, 8)
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.recompute = recompute
         self.types = {}
 
     def attend(self, x):
@@ -53,8 +50,7 @@ class Network(nn.Module):
     def forward(self, x):
         x = self.first(x)
         self.types["first"] = x.dtype
-        x = checkpoint(self.attend, x, use_reentrant=False) if self.recompute else self.attend(x)
-        return self.head(x)
+        return self.head(self.attend(x))
 
 
 class Seen:
@@ -181,75 +177,6 @@ def test_a_weight_of_a_module_that_is_kept_and_of_one_that_is_not(session, level
 
 
 @every_level
-def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
-    class Big(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.body(x) * 0 + 1) * 1.0
-
-    model = Big()
-    with torch.no_grad():
-        model.head.weight.fill_(2.0**15 + 1)
-        model.head.bias.zero_()
-    session.initialize([model, model.head], opt_level=level, verbosity=0, keep_fp32="head")
-    # 2 ** 17 + 4 is neither a number of fp16 nor one of bf16.
-    assert torch.equal(model(batch()[0]), torch.full((6, 2), 2.0**17 + 4))
-
-
-class Routed(nn.Module):
-    """Its router takes and gives containers."""
-
-    class Router(nn.Linear):
-        def forward(self, pair, *, bias):
-            assert pair["x"].dtype == bias[0].dtype == self.weight.dtype == FLOAT
-            return {"x": super().forward(pair["x"]) + bias[0], "count": pair["count"] + 1}
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.router, self.last = nn.Linear(4, 4), self.Router(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        out = self.router({"x": x, "count": 0}, bias=(x,))
-        assert out["count"] == 1
-        return self.last(out["x"])
-
-
-@every_level
-def test_containers_on_the_way_in_and_out(session, level):
-    model = Routed()
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="router")
-    assert model(batch()[0]).dtype == (SIXTEEN[level] if level in ("O1", "O4") else FLOAT)
-
-
-@every_level
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_recurrent_modules(session, level, packed):
-    class Tagger(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.rnn, self.last = nn.Linear(4, 4), nn.LSTM(4, 5), nn.Linear(5, 2)
-
-        def forward(self, x):
-            x = self.first(x)
-            x = nn.utils.rnn.pack_padded_sequence(x, [3, 2]) if packed else x
-            out, (h, c) = self.rnn(x)
-            out, _ = self.rnn(x, (h, c))  # what it gave is what it takes
-            out = nn.utils.rnn.pad_packed_sequence(out)[0] if packed else out
-            return self.last(out)
-
-    model = Tagger()
-    optimizer = initialize(session, model, level, keep_fp32="rnn")
-    assert {p.dtype for p in model.rnn.parameters()} == {FLOAT}
-    loss = model(torch.randn(3, 2, 4)).float().sum()
-    backward(session, loss, optimizer)
-    assert model.rnn.weight_hh_l0.grad is not None
-
-
-@every_level
 @pytest.mark.parametrize("keep", ["self_attn", "self_attn.out_proj", nn.LayerNorm, nn.Linear], ids=str)
 def test_attention_with_its_fast_path(session, level, keep):
     torch.manual_seed(0)
@@ -264,65 +191,6 @@ def test_attention_with_its_fast_path(session, level, keep):
         torch.testing.assert_close(model(x).float(), expected, rtol=0.05, atol=0.05)
     attention_kept = keep is not nn.LayerNorm
     assert layer.self_attn.in_proj_weight.dtype == (FLOAT if attention_kept else LOW.get(level, FLOAT))
-
-
-@every_level
-@pytest.mark.filterwarnings("ignore:.*(ao.quantization|quantize|reduce_range|observer)")
-def test_quantization_aware_training(session, level):
-    """torch's fused fake quantizers take no 16-bit tensor with fp32 statistics, and none at all 16-bit statistics."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    model = torch.ao.quantization.prepare_qat(model.train())
-    kept = [] if level in LOW else [torch.ao.quantization.FakeQuantizeBase]
-    model, optimizer = start(session, level, "SGD-foreach", model, keep_fp32=kept, loss_scale=8.0)
-    losses = train(session, model, optimizer, steps=8)
-    assert losses[-1] < losses[0]
-    assert model[0].weight_fake_quant.scale.dtype == FLOAT
-
-
-def test_with_keep_batchnorm_fp32_and_output_types(session):
-    for keep_bn in (False, True):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        session.initialize(
-            model,
-            opt_level="O2",
-            verbosity=0,
-            keep_batchnorm_fp32=keep_bn,
-            keep_fp32="1",
-            cast_model_type=BF16,
-            cast_model_outputs=torch.float64,
-        )
-        kept, other = watch(model[1]), watch(model[2])
-        assert model(batch()[0]).dtype == torch.float64
-        assert kept.types == (FLOAT, FLOAT)
-        assert other.types == (BF16, BF16)
-        assert model[1].running_mean.dtype == FLOAT
-        assert model[2].running_mean.dtype == (FLOAT if keep_bn else BF16)
-        session.reset()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    session.initialize(model, opt_level="O2", verbosity=0, keep_fp32="1", cast_model_type=False)
-    assert model(batch()[0]).dtype == FLOAT
-
-
-@every_level
-def test_16_bit_models_that_are_let_in(session, level):
-    session.allow_incoming_model_not_fp32 = True
-    model = Network().half()
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
-    seen = watch(model.norm), watch(model.head[0])
-    model(batch()[0])
-    assert [s.types for s in seen] == 2 * [(FLOAT, FLOAT)]
-    assert {p.dtype for p in model.head.parameters()} == {FLOAT}
-    session.reset()
-    assert {p.dtype for p in model.parameters()} == {HALF}
-
-
-def test_models_and_names_of_several_models(session):
-    one, two = Network(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
-    assert (one.head[0].weight.dtype, two[1].weight.dtype) == (FLOAT, FLOAT)
-    assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
 
 
 # --- tables: buffers of modules without parameters --------------------------------------------------------------------
@@ -526,22 +394,6 @@ def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
         session.reset()
 
 
-def test_the_state_dict_and_the_master_model_are_fp32_without_casts(session):
-    model = Network()
-    optimizer = initialize(session, model, "O2", keep_fp32=KEEP)
-    train(session, model, optimizer, 1, loss=cross_entropy)
-    assert {v.dtype for v in model.state_dict().values()} == {FLOAT}
-    assert model.state_dict()["head.0.weight"].data_ptr() == model.head[0].weight.data_ptr()
-    twin = session.master_model(model)
-    seen = watch(twin.body)
-    twin(batch()[0])
-    assert seen.types == (FLOAT, FLOAT)
-    # A run that keeps other modules takes the weights.
-    other = Network(seed=1)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other.head[0].weight, model.head[0].weight)
-
-
 # --- ops_fp32 ---------------------------------------------------------------------------------------------------------
 
 
@@ -611,19 +463,6 @@ def test_functions_that_levels_run_in_16_bits_run_in_fp32(session, level, op, ca
     assert torch.equal(model.got, (inner * 2.0**-16).to(model.got.dtype))
 
 
-@every_level
-def test_gradients_flow_through_and_checkpointing_agrees(session, level):
-    grads = []
-    for recompute in (False, True):
-        model = Network(recompute=recompute)
-        optimizer = initialize(session, model, level, ops_fp32="softmax", keep_fp32="norm")
-        backward(session, cross_entropy(model), optimizer)
-        grads.append([p.grad.clone() for p in session.master_params(optimizer)])
-        session.reset()
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert grads[0][0].abs().max() > 0
-
-
 def test_the_type_of_results(session):
     session.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0, ops_fp32={"softmax", "topk", "add", "layer_norm"})
     h, b, f = (torch.randn(4, 4).to(dtype) for dtype in (HALF, BF16, FLOAT))
@@ -664,13 +503,6 @@ def test_it_ends_with_reset_and_with_the_session():
     assert torch.equal(held(x, -1), before[0](x, -1))
 
 
-def test_an_operation_that_is_refused_in_16_bits_can_be_had(session):
-    model = Op(lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(6, 4, dtype=x.dtype), reduction="none"))
-    session.initialize(model, opt_level="O1", verbosity=0, ops_fp32="binary_cross_entropy")
-    model(batch()[0])
-    assert model.got.dtype == FLOAT
-
-
 IN_PLACE = {
     "index_add_": lambda h: torch.zeros(2, 4).index_add_(0, torch.zeros(6, dtype=torch.long), h),
     "Tensor.cumsum_": lambda h: h.clone().cumsum_(0),
@@ -696,26 +528,6 @@ def test_a_function_in_place_gives_the_tensor_that_it_wrote(session):
     expected = computed(narrow.clone(), torch.exp)
     assert narrow.exp_() is narrow
     assert torch.equal(narrow, expected)
-
-
-@pytest.fixture
-def nothing_looked_up():
-    """torch and ampctx keep what they find at the first look."""
-    caches = torch.overrides._get_overridable_functions, fp32_ops._overridable
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs(session, nothing_looked_up):
-    own, other = F.binary_cross_entropy, AmpSession()
-    other.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    assert own not in torch.overrides.get_overridable_functions()[F]
-    other.reset()
-    assert F.binary_cross_entropy is own
-    session.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["binary_cross_entropy", "softmax"])
 
 
 def test_nothing_is_replaced_when_nothing_is_asked_for(session):

@@ -229,20 +229,6 @@ def test_flags_of_several_devices_join_and_stay_as_they_are(flags):
     assert [per_device[torch.device("cuda", i)].item() for i in (0, 1)] == list(flags)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-@pytest.mark.parametrize("unscaled", [True, False], ids=["unscaled", "ready"])
-def test_host_reads_of_an_iteration(fused, unscaled):
-    p = parameter([8.0])
-    scaler, optimizer = ready(p, make=torch.optim.SGD, fused=fused)
-    with HostReads() as reads:
-        scaler.scale(torch.ones(3))
-        if unscaled:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    assert reads.count == (0 if fused else 1)
-
-
 # --- optimizers that scale by themselves ---------------------------------------------------------------------------
 
 

@@ -216,14 +216,6 @@ def test_uneven_scales_agree_too(name):
     assert_same_history(ours, theirs)
 
 
-@pytest.mark.full(but=2)
-@pytest.mark.parametrize("name", NAMES)
-def test_disabled_is_training_without_a_scaler(name):
-    ours, theirs = (trained(make, make_of(name), unscale_then_clip) for make in scalers(enabled=False))
-    assert_same_history(ours, theirs)
-    assert {(scale, tracker) for scale, tracker, _ in ours.history} == {(1.0, 0)}
-
-
 @pytest.mark.parametrize("name", ["SGD-plain", "Adam-plain", "Adam-fused"])
 def test_states_cross_over_mid_run(name):
     make_ours, make_theirs = scalers()

@@ -89,21 +89,6 @@ def test_its_values_text_and_latest_few(session):
     assert {type(v) for v in history.overflowed[0]} == {bool}
 
 
-def test_reading_it_changes_nothing(session):
-    model, optimizer = start(session)
-    for bad in (False, True):
-        iterate(session, model, optimizer, bad)
-    first = session.history()
-    assert same(first, session.history())
-    first.step.append(7)
-    first.scale.clear()
-    iterate(session, model, optimizer)
-    later = session.history()
-    assert later.step == [0, 1, 2]
-    assert later.skipped == [False, True, False]
-    assert later.scale[0] == [65536.0, 65536.0, 32768.0]
-
-
 @pytest.mark.parametrize("often", [False, True], ids=["read-at-the-end", "read-often"])
 @pytest.mark.parametrize("length", [0, 1, 5, 200])
 def test_it_keeps_the_latest_steps_alone(session, length, often):
@@ -203,16 +188,6 @@ def test_where_there_are_no_steps_there_are_empty_lists(session, options):
     session.initialize(model, verbosity=0, **options)
     assert session.history().scale == {i: [] for i in range(options.get("num_losses", 1))}
     assert session.history().skipped == []
-
-
-def test_hooks_find_their_step_in_it(session):
-    model, optimizer = start(session)
-    seen = []
-    session.on_step(lambda opt, _: seen.append(session.history(opt, last=1).skipped))
-    session.on_skip(lambda opt, _: seen.append(session.history(opt, last=1).skipped))
-    for bad in (False, True):
-        iterate(session, model, optimizer, bad)
-    assert seen == [[False], [True]]
 
 
 def test_a_step_that_raised_is_none(session):

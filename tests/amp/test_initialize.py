@@ -2,10 +2,10 @@ import copy
 
 import pytest
 import torch
-from kit import LEVELS, LOW, backward, every_level, loss_of, mlp, start
+from kit import LEVELS, backward, every_level, loss_of, mlp, start
 from torch import nn
 
-from ampctx import AmpError, AmpTypeError, AmpValueError, amp
+from ampctx import AmpError, AmpTypeError, amp
 from ampctx.optimizers import FusedSGD, SplitMasters
 
 
@@ -51,49 +51,6 @@ def test_enabled_false_touches_nothing(session):
     assert (session.policy.enabled, session.policy.input_dtype, session.policy.master_weights) == (False, None, False)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_take_the_place_of_16_bit_parameters(session, level):
-    model = mlp()
-    exact, kept = [p.detach().clone() for p in model.parameters()], model.state_dict()
-    names = [n for n, _ in model.named_parameters()]
-    optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for name, p, master, original in zip(names, model.parameters(), amp.master_params(optimizer), exact, strict=True):
-        assert master.dtype == torch.float32
-        assert master.requires_grad
-        # The master holds the fp32 value from before the cast, not one rounded through 16 bits.
-        assert torch.equal(master, original)
-        if name.startswith("1."):
-            assert p is master
-        else:
-            assert p.dtype == LOW[level]
-            assert torch.equal(p, master.to(p.dtype))
-    backward(session, loss_of(model), optimizer)
-    optimizer.step()
-    assert all(torch.equal(kept[name], original) for name, original in zip(names, exact, strict=True) if name[0] != "1")
-
-
-@pytest.mark.parametrize("loaded", [False, True], ids=["stepped-before", "loaded-after"])
-def test_optimizer_state_of_the_masters_is_fp32(session, loaded):
-    model = mlp()
-    optimizer = sgd(model)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    momentum, state = (
-        [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()],
-        optimizer.state_dict(),
-    )
-    if loaded:
-        _, optimizer = start(session, "O2", "SGD-foreach")
-        optimizer.load_state_dict(state)
-    else:
-        session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for master, expected in zip(amp.master_params(optimizer), momentum, strict=True):
-        assert torch.equal(optimizer.state[master]["momentum_buffer"], expected)
-    assert len(optimizer.state) == len(momentum)
-
-
 def test_state_without_masters_has_the_type_of_the_weights(session):
     model = mlp()
     optimizer = sgd(model)
@@ -114,26 +71,6 @@ def test_gradients_from_before_initialize_are_kept(session):
     backward(session, sum(p.float().sum() for p in model.parameters()), optimizer)
     for master, old in zip(amp.master_params(optimizer), before, strict=True):
         torch.testing.assert_close(master.grad, old + 1, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"opt_level": "O2", "loss_scale": "high"}, AmpValueError, "loss_scale"),
-        ({"num_losses": 0}, AmpValueError, "num_losses is 0"),
-        ({"num_losses": 1.5}, AmpValueError, "num_losses is 1.5"),
-    ],
-    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
-)
-def test_bad_arguments_are_named_and_change_nothing(session, kwargs, error, message):
-    model = mlp()
-    optimizer = sgd(model)
-    with pytest.raises(error, match=message):
-        session.initialize(model, optimizer, verbosity=0, **kwargs)
-    assert session.policy is None
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert "step" not in vars(optimizer)
-    assert not model._forward_pre_hooks
 
 
 class FP16_Optimizer:
@@ -171,16 +108,6 @@ def test_an_optimizer_goes_through_once(session):
     other = sgd(mlp())
     with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
         session.initialize(mlp(), [other, other], opt_level="O0", verbosity=0)
-
-
-def test_16_bit_models_are_refused_unless_allowed(session):
-    model = mlp().half()
-    with pytest.raises(AmpError, match="Found param 0.weight"):
-        session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
-    session.allow_incoming_model_not_fp32 = True
-    optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)
-    assert all(m.dtype == torch.float32 for m in amp.master_params(optimizer))
 
 
 class Adapted(nn.Module):
@@ -321,33 +248,6 @@ def test_verbosity_1_prints_a_line_which_the_repr_shows_too(session, options, sh
     session.initialize(model, optimizer, **options)
     assert capsys.readouterr().out == f"ampctx: {shown}\n"
     assert repr(session) == f"AmpSession({shown}; optimizers: 1)"
-
-
-@every_level
-def test_reset_restores_model_and_optimizer(session, level):
-    model = mlp()
-    optimizer = sgd(model)
-    parameters = list(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    backward(session, loss_of(model), optimizer)
-    optimizer.step()
-    trained = [m.detach().clone() for m in amp.master_params(optimizer)]
-    momentum = [optimizer.state[m]["momentum_buffer"] for m in amp.master_params(optimizer)]
-    session.reset()
-    assert optimizer.param_groups[0]["params"] == parameters == list(model.parameters())
-    if level != "O3":
-        assert all(torch.equal(p, t) for p, t in zip(parameters, trained, strict=True))
-        assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momentum, strict=True))
-    assert all(t.dtype == torch.float32 for t in parameters)
-    assert not {"step", "zero_grad", "add_param_group"} & set(vars(optimizer))
-    for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
-        assert not module._state_dict_hooks
-        assert not module._load_state_dict_post_hooks
-    assert not torch.is_autocast_enabled("cpu")
-    with pytest.raises(AmpError, match="has not been initialized"), session.scale_loss(loss_of(model), optimizer):
-        pass
 
 
 def test_a_string_for_enabled_is_a_slip(session):

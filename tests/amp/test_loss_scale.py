@@ -112,6 +112,8 @@ def test_a_static_scale_ignores_the_bounds(session):
         ({"init_scale": "8"}, AmpTypeError, "init_scale must be a number, got str"),
         ({"init_scale": 2.0**25}, AmpValueError, "init_scale is 33554432.0, outside of 0.0 to 16777216.0, the"),
         ({"growth_interval": 0}, AmpValueError, "growth_interval is 0, expected an int >= 1"),
+        ({"num_losses": 0}, AmpValueError, "num_losses is 0"),
+        ({"num_losses": 1.5}, AmpValueError, "num_losses is 1.5"),
         ({"init_scale": 8.0, "loss_scale": 1.0}, AmpValueError, "init_scale=8.0 is for a dynamic .* Pass loss_scale="),
         (
             {"growth_interval": 9, "loss_scale": 8.0, "skip_nonfinite": True},
@@ -122,8 +124,11 @@ def test_a_static_scale_ignores_the_bounds(session):
     ids=str,
 )
 def test_errors_of_initialize(session, options, kind, message):
+    model = Probe()
     with pytest.raises(kind, match=message):
-        session.initialize(Probe(), opt_level="O2", verbosity=0, **options)
+        session.initialize(model, opt_level="O2", verbosity=0, **options)
+    assert session.policy is None
+    assert model.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

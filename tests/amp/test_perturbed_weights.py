@@ -61,16 +61,6 @@ def test_perturbed_masters_are_not_saved(training):
     training.session.state_dict(masters=True)
 
 
-def test_a_models_state_dict_shows_the_weights_that_are_there(training):
-    training.climb()
-    assert training.model.state_dict()["weight"].unique().tolist() == [1.5]
-    training.backward(1.0 + 2.0**-7)
-    training.optimizer.second_step(zero_grad=True)
-    (stepped,) = training.session.master_params(training.optimizer)
-    assert torch.equal(training.model.state_dict()["weight"], stepped)
-    assert training.model.state_dict()["weight"].unique().tolist() == [0.75 - 2.0**-9]
-
-
 def half_made(session, level):
     """Trainings with a gradient of 1 whose next block an exception has ended, at each third of its lines in turn."""
     training = Training(session, level)

@@ -32,24 +32,6 @@ def test_a_static_scale_is_neither_checked_nor_changed(session, level):
     assert session.state_dict()["loss_scaler0"] == {"loss_scale": 8.0, "unskipped": 1}
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_gradients_that_are_views_into_a_bucket(session, level):
-    """DistributedDataParallel may keep gradients in a buffer that the next backward overwrites."""
-    model, optimizer = probe(session, level, loss_scale=4.0)
-    p = model.norm.weight
-    bucket = torch.zeros(10)
-
-    def reduce_into_bucket(param):
-        bucket[3:5] = param.grad
-        param.grad = bucket[3:5]
-
-    handle = p.register_post_accumulate_grad_hook(reduce_into_bucket)
-    for _ in range(2):
-        backward(session, model.loss(1.0), optimizer)
-    handle.remove()
-    assert torch.equal(p.grad, torch.full_like(p, 2.0))
-
-
 def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
     table, optimizer = start(session, "O0", "SGD-plain", nn.Embedding(4, 2, sparse=True))
     with session.scale_loss(table(torch.tensor([1, 1])).sum(), optimizer) as scaled:

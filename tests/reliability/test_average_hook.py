@@ -1,12 +1,11 @@
 """Averaging fp16 gradients over ranks neither overflows nor loses small ones, and accumulation equals one big batch."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 from kit import backward
-from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, on_ranks
+from rank_processes import RANK, all_ranks, counted_all_reduce, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,42 +114,6 @@ def test_gradients_of_o1_travel_in_16_bits(dtype):
     assert (skips > 0) == (dtype == torch.float16)
     assert scale == full_scale / 2**skips
     assert weights != full_weights
-
-
-def accumulated(level, delay, one_batch) -> list[float]:
-    """Gradients of 2 ranks times 3 micro-batches, in one or accumulated: what the optimizer gets.
-
-    Blocks that unscale at once reduce at once; delayed ones stand in ``no_sync``.
-    """
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.125)
-    amp.initialize(network, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    # Small numbers with few bits: sums are exact in any order.
-    data = torch.randint(-2, 3, (12, 4), generator=torch.Generator().manual_seed(1)).float()
-    with torch.no_grad():
-        for p in (*amp.master_params(optimizer), *network.parameters()):
-            p.data.mul_(8).round_().div_(8)
-    wrapped = network if one_batch else DistributedDataParallel(network)
-    parts = [data] if one_batch else data.view(RANKS, 3, 2, 4)[RANK]
-    for i, part in enumerate(parts):
-        last = i == len(parts) - 1
-        with contextlib.nullcontext() if last or one_batch or not delay else wrapped.no_sync():
-            # A sum over samples: the average over ranks is then half of that of the big batch.
-            loss = wrapped(part).float().sum() / (RANKS if one_batch else 1)
-            backward(amp, loss, optimizer, delay_unscale=delay and not last)
-    result = torch.cat([p.grad.double().flatten() for p in amp.master_params(optimizer)]).tolist()
-    amp.reset()
-    return result
-
-
-@pytest.mark.full(but=6)
-@pytest.mark.parametrize("delay", [False, True], ids=["every block reduces", "delay_unscale in no_sync"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@on_ranks(2)
-def test_accumulation_equals_one_big_batch(level, delay):
-    big = accumulated(level, delay, True)
-    assert accumulated(level, delay, False) == big
-    assert any(big)
 
 
 @pytest.mark.parametrize(

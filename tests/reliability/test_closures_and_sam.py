@@ -2,7 +2,6 @@
 and an overflow in any of their evaluations skips the step and leaves no trace."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -175,12 +174,6 @@ def step(training, name):
     return result
 
 
-def by_hand(training):
-    for move in (training.optimizer.first_step, training.optimizer.second_step):
-        training.backward()
-        move(zero_grad=True)
-
-
 # --- convergence ------------------------------------------------------------------------------------------------------
 
 
@@ -259,49 +252,6 @@ def test_zero_grad_and_second_step_take_the_first_step_back(session, level):
     assert training.excess() < excess + allowed(training)
 
 
-@three_levels
-def test_a_second_step_that_raises_leaves_model_and_masters_alike(session, level):
-    class Clumsy(SAM):
-        @torch.no_grad()
-        def second_step(self, zero_grad=False):
-            for p in self.param_groups[0]["params"]:
-                p.copy_(self.state[p]["foot"])
-            raise OSError("no log")
-
-    training = Training(session, level, partial(Clumsy, base_optimizer=torch.optim.SGD, lr=0.1, rho=1.0))
-    training.backward()
-    training.optimizer.first_step(zero_grad=True)
-    training.backward()
-    with pytest.raises(OSError, match="no log"):
-        training.optimizer.second_step(zero_grad=True)
-    for p, master in zip(training.model.parameters(), session.master_params(training.optimizer), strict=True):
-        assert torch.equal(p, master.to(p.dtype))
-
-
-@pytest.mark.parametrize("name", [name for name in MAKE if not name.startswith("lbfgs")])  # that has one group
-@fp16
-def test_a_group_that_joins_in_an_evaluation_that_overflows(session, level, name):
-    training = Training(session, level, name)
-    step(training, name)
-    before = training.everything()
-    extra = nn.Parameter(torch.ones(3))
-    inner = training.backward
-
-    def backward():
-        if training.evaluations + 1 in training.faults:
-            training.optimizer.add_param_group({"params": [extra]})
-        return inner()
-
-    training.backward = backward
-    training.faults = {training.evaluations + 1 + name.startswith("sam"): INF}
-    assert step(training, name) is None
-    after = training.everything()
-    assert after["options"][1:]
-    after["options"], after["stepped"] = after["options"][:1], after["stepped"][:2]
-    assert_same(before, after)
-    assert session.skipped_steps(training.optimizer) == 1
-
-
 @pytest.mark.parametrize("make", [optimizers.FusedAdam, torch.optim.Adam])
 def test_a_closure_that_raises_leaves_weights_that_the_program_has_written(session, make):
     model = nn.Linear(2, 1)
@@ -350,27 +300,3 @@ def test_half_steps_inside_the_block_are_errors(session, method):
     ):
         scaled.backward()
         getattr(training.optimizer, method)()
-
-
-def test_a_scheduler_of_the_wrapped_optimizer_does_not_warn_after_a_skip(session):
-    training = Training(session, "O2", "sam-sgd")
-    schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer.base_optimizer, 0.5)
-    training.faults = {1: INF}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(training, "sam-sgd")
-        schedule.step()
-    assert training.optimizer.param_groups[0]["lr"] == 0.05
-
-
-@fp16
-def test_reset_gives_the_methods_back(session, level):
-    training = Training(session, level, "sam-sgd")
-    assert {"first_step", "second_step"} <= vars(training.optimizer).keys()
-    session.reset()
-    assert not {"step", "first_step", "second_step"} & vars(training.optimizer).keys()
-    before = [p.detach().clone() for p in training.model.parameters()]
-    training.backward = lambda: training.problem.loss(training.model).backward()
-    by_hand(training)
-    assert all(isinstance(p, nn.Parameter) for p in training.model.parameters())
-    assert not torch.equal(before[0], training.model.weight)

@@ -1,13 +1,11 @@
 """Moving averages are fed from fp32 masters; copies of models and optimizers are right, or say that they are not."""
 
 import copy
-import io
 from functools import partial
 
 import pytest
 import torch
-from kit import COPIES as PLAIN_COPIES
-from kit import assert_same, backward, batch, every_level, loss_of, mlp, same, start, train
+from kit import COPIES, assert_same, backward, batch, each_copy, every_level, loss_of, mlp, same, start, train
 from rank_processes import CONTEXT
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -32,17 +30,6 @@ def moves_by_plain_steps(model, optimizer):
     loss_of(model).backward()
     optimizer.step()
     return not torch.equal(model[0].weight, before)
-
-
-def by_torch_save(o):
-    file = io.BytesIO()
-    torch.save(o, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {**PLAIN_COPIES, "torch.save": by_torch_save}
-each_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 
 
 # --- moving averages --------------------------------------------------------------------------------------------------
@@ -108,14 +95,6 @@ def test_the_master_model_holds_the_masters_themselves(session, trained, level):
         out = source.eval()(torch.ones(3, 4, dtype=dtype))
         assert out.dtype == dtype
         assert level == "O3" or torch.equal(out, plain.eval()(torch.ones(3, 4)))
-
-
-def test_the_model_is_left_alone(sessions):
-    runs = [(session, *start(session, "O2")) for session in (sessions(), sessions())]
-    runs[0][0].master_model(runs[0][1])
-    for run in runs:
-        train(*run, 3)
-    assert same(runs[0][1].parameters(), runs[1][1].parameters())
 
 
 def test_masters_in_the_optimizers_state_have_no_model(session):

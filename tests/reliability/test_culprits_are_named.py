@@ -185,17 +185,6 @@ def test_names_of_several_models_and_of_none(session, level):
     }
 
 
-def test_accumulated_over_blocks(session):
-    """Undelayed blocks make fp32 gradients of masters: in a hook they are there."""
-    loop = Loop(session, "FusedAdam", "O2")
-    found = []
-    session.on_skip(lambda _, outcome: found.append(outcome.culprits))
-    loop.backward(0, POISONS["one"])
-    loop.backward(1, {"0.bias": NAN})
-    loop.optimizer.step()
-    assert [{c.name for c in culprits} for culprits in found] == [{"3.weight", "0.bias"}]
-
-
 def test_sparse_and_wide_and_empty_gradients(session):
     """Large finite numbers whose norm overflows are no culprits, duplicates of a sparse gradient that add up to inf
     are."""

@@ -228,34 +228,6 @@ def test_a_pickled_grad_scaler_keeps_the_limit():
 # --- gradients that a skipped step leaves behind ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay_unscale", [False, True])
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD-plain"])
-def test_what_is_left_of_a_parameter_that_the_next_loss_does_not_reach(session, name, delay_unscale):
-    loop = Loop(session, name)
-    reached, unreached = loop.model[0].weight, loop.model[3].weight
-    loop.backward(0, {"3.weight": NAN})
-    loop.optimizer.step()
-    reached.grad.zero_()
-    before = loop.values()
-    backward(session, reached.sum(), loop.optimizer, delay_unscale=delay_unscale)
-    loop.optimizer.step()
-    assert session.outcome(loop.optimizer).skipped
-    assert unreached.grad.isnan().any()
-    assert_same(before, loop.values())
-
-
-def test_a_gradient_that_the_model_zeroes_between_delayed_blocks_takes_those_from_before_along(session):
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    session.initialize(model, optimizer, loss_scale=64.0, verbosity=0)
-    model.weight.sum().backward()
-    for factor, options in ((2.0, {"delay_unscale": True}), (3.0, {})):
-        backward(session, model.weight.sum() * factor, optimizer, **options)
-        if options:
-            model.zero_grad()
-    assert model.weight.grad.eq(3.0).all()
-
-
 @pytest.mark.parametrize("clean_is_sparse", [False, True])
 def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
     table = torch.nn.Embedding(4, 2, sparse=True)
@@ -268,28 +240,3 @@ def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
         optimizer.step()
         assert session.outcome(optimizer).skipped
     assert torch.equal(table.weight, before)
-
-
-@few_levels
-@every_optimizer
-def test_a_step_again_after_a_skipped_one(session, name, level):
-    """BatchNorm has no masters at O2. The flag that was raised is used up, the gradients are there still."""
-    loop = Loop(session, name, level)
-    loop.iterate()
-    before = loop.values()
-    loop.backward(0, {"1.weight": INF})
-    for overflowed in ((0,), (-1,), (-1,)):
-        assert loop.step().overflowed == overflowed
-    with session.disable_casts():
-        loss_of(loop.model, 1).backward()
-    assert loop.step().skipped
-    loop.backward(2)
-    assert loop.step().skipped
-    assert_same(before, loop.values())
-    loop.model.zero_grad()
-    with session.disable_casts():
-        loss_of(loop.model, 1).backward()
-    assert loop.step().stepped
-    loop.backward(3, POISON)
-    loop.optimizer.zero_grad()  # in place of the step, as in a loop that leaves out a batch with such a norm
-    assert loop.iterate().stepped

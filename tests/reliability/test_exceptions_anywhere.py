@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at, refusal
-from kit import INF, assert_same, backward, every_level, loss_of, start, through_a_file
+from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at
+from kit import assert_same, backward, every_level, loss_of, start, through_a_file
+from kit import same as equal
 from stepping import KINDS, ScalerLoop
 from torch import nn
 
@@ -39,20 +40,12 @@ class Training:
         self.block(seed)
         self.optimizer.step()
 
-    def gradients(self):
-        masters = self.session.master_params(self.optimizer)
-        return [*grads_of(self.model), *(None if p.grad is None else p.grad.clone() for p in masters)]
-
     def state(self):
         tensors = [*self.model.parameters()]
         for p in self.session.master_params(self.optimizer):
             tensors += [p, *(v for v in self.optimizer.state[p].values() if isinstance(v, torch.Tensor))]
         others = self.session.state_dict(), torch.is_autocast_enabled("cpu"), sorted(vars(self.optimizer))
         return [t.detach().clone() for t in tensors], others, self.session.skipped_steps(self.optimizer)
-
-
-def grads_of(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 @pytest.fixture
@@ -69,10 +62,6 @@ def make_training():
         training.session.reset()
     torch.autocast_increment_nesting()
     assert (torch.is_autocast_enabled("cpu"), torch.autocast_decrement_nesting()) == (False, 0)
-
-
-def equal(a, b):
-    return len(a) == len(b) and all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def same(a, b):
@@ -178,39 +167,6 @@ def test_any_kernel_may_run_out_of_memory(make_training, level, kind):
 
         result = interrupted(make_training, level, kind, fault)
         assert same(result, never) or same(result, whole), calls[number - 1]
-
-
-@pytest.mark.parametrize("delay", [False, True], ids=["blocks", "delayed"])
-@pytest.mark.parametrize("kind", ["plain", "ampctx"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_was_accumulated_before_is_kept_or_refused(make_training, level, kind, delay):
-    """The second of two blocks fails, gradients are not zeroed: they are those of the first, or the step says no."""
-    outcomes = set()
-    number = 0
-    while True:
-        number += 1
-        training = make_training(level, kind)
-        training.block(1, delay_unscale=delay)
-        before, masters = grads_of(training.model), None if delay else training.gradients()
-
-        try:
-            with out_of_memory_at(number):
-                training.block(2)
-        except torch.OutOfMemoryError:
-            after, masters_after = grads_of(training.model), None if delay else training.gradients()
-            if message := refusal(training.optimizer.step):
-                outcomes.add("refused")
-                assert "Call optimizer.zero_grad() and repeat" in message
-                training.iterate(3)
-            else:
-                outcomes.add("kept")
-                assert equal(after, before)
-                assert masters is None or equal(masters_after, masters)
-                training.session.reset()
-        else:
-            break
-    assert "kept" in outcomes or not delay
-    assert number > 1
 
 
 ERRORS = [KeyboardInterrupt("^C"), torch.OutOfMemoryError("out of memory"), RuntimeError("CUDA error")]
@@ -337,34 +293,6 @@ def test_casts_come_back_wherever_an_interrupt_comes(make_training, level, work,
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
-@every_level
-def test_the_flag_of_a_step_that_raised(make_training, level, kind):
-    """It counts where the step is tried again, and goes with its gradients where they are zeroed."""
-
-    def overflowed():
-        training = make_training(level, kind)
-        training.iterate(1)
-        training.optimizer.zero_grad()
-        backward(training.session, training.loss(2) * INF, training.optimizer)
-        with step_raises(training.optimizer):
-            training.optimizer.step()
-        return training
-
-    again = overflowed()
-    before = again.state()[0]
-    again.optimizer.step()
-    assert equal(again.state()[0], before)
-    assert again.session.skipped_steps(again.optimizer) == 1
-    again.session.reset()
-
-    training = overflowed()
-    before = training.model[0].weight.detach().clone()
-    training.iterate(3)
-    assert not torch.equal(training.model[0].weight, before)
-    assert training.session.skipped_steps(training.optimizer) == 0
-
-
 class HalfSGD(torch.optim.SGD):
     """Steps its first parameter, and then runs out of memory if told so."""
 
@@ -396,27 +324,6 @@ def test_an_optimizer_that_fails_in_the_middle_leaves_model_and_masters_alike(ma
     training.iterate(2)
     assert not any(equal([p], [q]) for p, q in zip(training.model.parameters(), before, strict=True))
     assert training.session.skipped_steps(training.optimizer) == 0
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_closure_that_raises_after_the_optimizer_has_moved(make_training, level):
-    """L-BFGS evaluates more than once: parameters and state go back to where the step began."""
-    training = make_training(level, lambda params: torch.optim.LBFGS(params, lr=0.125, max_iter=3))
-    before, evaluations = training.state(), []
-
-    def closure():
-        evaluations.append(1)
-        if len(evaluations) == 3:
-            raise KeyboardInterrupt
-        training.optimizer.zero_grad()
-        loss = training.loss(1)
-        backward(training.session, loss, training.optimizer)
-        return loss
-
-    with pytest.raises(KeyboardInterrupt):
-        training.optimizer.step(closure)
-    assert len(evaluations) == 3
-    assert equal(training.state()[0], before[0])
 
 
 # --- GradScaler -------------------------------------------------------------------------------------------------------

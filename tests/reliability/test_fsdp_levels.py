@@ -1,21 +1,18 @@
 """O2 and O5 of a model sharded over one rank: as without sharding, and what each refusal leaves."""
 
 import copy
-import gc
 import re
-import weakref
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
-from kit import assert_same, backward, batch, same, start
+from kit import backward, batch, same, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.utils.parametrizations import weight_norm
 
 import ampctx
 from ampctx import AmpError, AmpTypeError, AmpValueError
@@ -140,34 +137,6 @@ def test_a_sharded_model_trains_as_one_that_is_not(mesh, level, by):
     assert same(Run(model, level, keep_fp32="5.0").steps().end(), expected)
 
 
-def test_a_unit_in_fp32_by_its_policy_hands_16_bits_over(mesh):
-    model = with_norm()
-    fsdp.fully_shard(model[1], mesh=mesh, mp_policy=policy(torch.float32))
-    shard(model, mesh, (), mp_policy=BF16)
-    run = Run(model, "O5")
-    seen = []
-    model[2].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, model[1].running_mean.dtype)))
-    run.steps().end()
-    assert {*seen} == {(torch.bfloat16, torch.float32)}
-
-
-def test_parametrizations_compute_in_fp32(mesh):
-    def model():
-        model = mlp()
-        weight_norm(model[0])
-        return rounded(model)
-
-    sharded = model()
-    if torch.__version__ < "2.13":
-        with pytest.raises(AmpError, match=r"takes no parametrization as a unit.*keep_fp32"):
-            fully_shard(sharded, "O5", mesh=mesh)
-        assert units(sharded) == []
-    options = {"keep_fp32": "0"} if torch.__version__ < "2.13" else {}
-    expected = Run(model(), "O5", **options).steps().end()
-    fully_shard(sharded, "O5", mesh=mesh, **options)
-    assert same(Run(sharded, "O5", **options).steps().end(), expected)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_other_levels_get_no_policy(mesh, level):
     assert mixed_precision_policy(level) == MixedPrecisionPolicy()
@@ -177,21 +146,6 @@ def test_other_levels_get_no_policy(mesh, level):
     assert same(Run(model, level).steps().end(), Run(of_all_kinds(), level).steps().end())
 
 
-@pytest.mark.usefixtures("mesh")
-@pytest.mark.parametrize("level", DTYPES)
-def test_a_load_after_the_wrap_starts_ddp_from_every_bit(session, level):
-    model, weights = mlp(), mlp().state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    assert not torch.equal(session.master_state_dict(model)["0.weight"], weights["0.weight"])
-    model.load_state_dict(weights)
-    with session.scale_loss(ddp(torch.ones(2, 5)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert_same(session.master_state_dict(model), weights)
-
-
 def test_a_grad_dtype_that_torch_drops_is_told(mesh, said):
     model = mlp()
     model[2].weight.grad_dtype = torch.bfloat16
@@ -199,15 +153,6 @@ def test_a_grad_dtype_that_torch_drops_is_told(mesh, said):
     drops = model[2].weight.grad_dtype == torch.float32  # torch before 2.15
     fully_shard(mlp(), "O5", mesh=mesh)
     assert [("without their grad_dtype, so gradients of 2.weight get" in text) for text in said()] == [True] * drops
-
-
-def test_torch_refuses_a_weight_that_two_units_share(mesh):
-    model = mlp()
-    model.append(nn.Linear(1, 1))
-    model[3].weight = model[0].weight
-    fully_shard(model, "O5", mesh=mesh, units=[model[0]])
-    with pytest.raises(ValueError, match="is shared"):
-        model(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
@@ -245,18 +190,6 @@ def test_layers_of_one_unit_and_a_compiled_model(mesh, session):
     assert compiled(torch.ones(2, 5)).dtype == torch.float32
 
 
-def test_several_models_sharded_and_not(mesh, session):
-    sharded, plain = shard_mlp(mesh), mlp()
-    optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
-    session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
-    assert plain[0].weight.dtype == torch.bfloat16
-    backward(session, (sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer)
-    optimizer.step()
-    session.reset()
-    for mine, other in zip(whole(sharded), whole(plain), strict=True):
-        torch.testing.assert_close(mine, other, atol=2e-2, rtol=0)
-
-
 # --- reset and checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -270,15 +203,6 @@ def test_initialize_again_after_reset(mesh):
     assert hooks(model) == before
 
 
-def test_a_session_does_not_keep_the_model_alive(mesh):
-    run = Run(shard_mlp(mesh), "O5").steps()
-    session, model = run.session, weakref.ref(run.model)
-    del run
-    gc.collect()
-    assert model() is None
-    session.reset()
-
-
 def test_an_initialize_that_fails_later_leaves_nothing(mesh):
     model = shard_mlp(mesh, "O2")
     before = hooks(model)
@@ -287,36 +211,6 @@ def test_an_initialize_that_fails_later_leaves_nothing(mesh):
     with pytest.raises(AmpError, match="in two optimizers"):
         AmpSession().initialize(model, bad, opt_level="O2", verbosity=0)
     assert hooks(model) == before
-
-
-@pytest.mark.parametrize("level", DTYPES)
-def test_a_checkpoint_resumes_bit_for_bit(mesh, level):
-    expected = Run(shard_mlp(mesh, level), level).steps().end()
-    half = Run(shard_mlp(mesh, level), level).steps(last=4)
-    weights = {name: t.detach().clone() for name, t in half.model.state_dict().items()}
-    saved = half.optimizer.state_dict(), half.session.state_dict(masters=True)
-    assert {t.dtype for t in weights.values()} == {torch.float32}
-    exported = half.session.master_state_dict(half.model)
-    assert all(torch.equal(exported[name].full_tensor(), t.full_tensor()) for name, t in weights.items())
-
-    rest = Run(shard_mlp(mesh, level), level)
-    rest.model.load_state_dict(weights)
-    rest.optimizer.load_state_dict(saved[0])
-    rest.session.load_state_dict(saved[1])
-    assert same(rest.steps(first=4).end(), expected)
-
-
-@pytest.mark.parametrize("sharded_first", [True, False])
-def test_state_by_names_goes_to_a_model_that_is_not_sharded_and_back(mesh, sharded_first):
-    def start(sharded):
-        return Run(shard(rounded(mlp()), mesh, mp_policy=BF16) if sharded else rounded(mlp()), "O5")
-
-    expected = start(True).steps().end()
-    half = start(sharded_first).steps(last=4)
-    state = half.session.get_state_dict(half.model, half.optimizer, full_state_dict=True)
-    rest = start(not sharded_first)
-    rest.session.set_state_dict(rest.model, rest.optimizer, state)
-    assert same(rest.steps(first=4).end(), expected)
 
 
 def evaluate(model):
@@ -437,14 +331,6 @@ def test_refused_by_name_and_nothing_changes(mesh, why):
     assert after == before[:3]
     assert same(whole(model), before[3])
     assert "step" not in vars(optimizer)
-
-
-def test_units_that_ran_with_the_policy_of_the_level_are_fine(mesh):
-    model = shard(mlp(), mesh, mp_policy=BF16)
-    model(torch.ones(2, 5)).sum().backward()
-    model.zero_grad()
-    model.reshard()
-    assert same(Run(model, "O5").steps().end(), Run(shard_mlp(mesh), "O5").steps().end())
 
 
 # --- other versions of torch ------------------------------------------------------------------------------------------

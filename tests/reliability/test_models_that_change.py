@@ -61,20 +61,6 @@ def step(session, model, optimizer, **factors):
 
 
 @every_optimizer
-@every_level
-def test_steps_without_gradients_change_nothing_and_are_told_once(session, level, name, said):
-    model, optimizer = under_amp(session, level, name, held="ab", verbosity=1)
-    for _ in range(3):
-        optimizer.step()
-        optimizer.zero_grad()
-    assert said() == [f"{type(optimizer).__name__}.step() {NO_GRADIENT}"]
-    step(session, model, optimizer, a=1.0)
-    assert model["a"].eq(1.875).all()
-    assert model["b"].eq(2.0).all()
-    assert session.skipped_steps(optimizer) == 0
-
-
-@every_optimizer
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
 def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(name, unscale, said):
     model = Sum("a")
@@ -98,9 +84,6 @@ def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(na
     assert scaler.get_scale() == 2.0**17
 
 
-# --- freezing ---------------------------------------------------------------------------------------------------------
-
-
 @every_optimizer
 @every_level
 def test_unfrozen_within_the_block(session, level, name):
@@ -112,6 +95,9 @@ def test_unfrozen_within_the_block(session, level, name):
         (scaled + 8.0 * model.loss(b=1.0)).backward()
     optimizer.step()
     assert all(weight.eq(1.875).all() for weight in model.parameters())
+
+
+# --- freezing ---------------------------------------------------------------------------------------------------------
 
 
 # --- parameter groups -------------------------------------------------------------------------------------------------
@@ -134,34 +120,24 @@ def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, said):
     assert model["b"].eq(1.875).all()
 
 
-@few_optimizers
 @pytest.mark.parametrize(
     ("level", "other"), [*((level, "a") for level in ALL_BUT_O3), *((level, "c") for level in CAST)]
 )
-def test_a_group_that_is_refused_changes_nothing(session, level, name, other):
+def test_a_group_that_is_refused_changes_nothing(session, level, other):
     """It holds a parameter of this optimizer, or of another one, after one that gets a master."""
     model = Sum("a", "b", "c")
-    first, second = MAKE[name]([model["a"]]), MAKE[name]([model["c"]])
-    session.initialize(model, [first, second], opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    backward(session, model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True)
+    both = [first, second] = [SGD([model[n]]) for n in "ac"]
+    session.initialize(model, both, opt_level=level, max_loss_scale=1024.0, verbosity=0)
     refused = (AmpError, ValueError) if other == "a" else AmpError
     for _ in range(2):
         with pytest.raises(refused, match="already|more than one" if other == "a" else "is in two optimizers"):
             first.add_param_group({"params": [model["b"], model[other]]})
-    for optimizer in (first, second):
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model["a"].eq(1.875).all()
-    assert model["c"].eq(1.875).all()
-    # Not in the optimizer: nobody writes to it. And in one again.
-    with torch.no_grad():
-        model["b"].fill_(7.0)
-    step(session, model, [first, second], a=1.0, b=1.0)
-    assert model["b"].eq(7.0).all()
+    step(session, model, both, a=1.0, b=1.0, c=1.0)
+    assert [model[n].unique().tolist() for n in "abc"] == [[1.875], [2.0], [1.875]]
     model.zero_grad()
     second.add_param_group({"params": [model["b"]]})
     step(session, model, second, b=1.0)
-    assert model["b"].eq(6.875).all()
+    assert model["b"].eq(1.875).all()
 
 
 @every_optimizer
@@ -392,26 +368,16 @@ def test_what_a_parametrized_weight_is_made_from_stays_fp32(session, level):
     torch.testing.assert_close(gram, torch.eye(8), atol=4 * torch.finfo(low).eps, rtol=0)
 
 
-@rounding_levels
-def test_lazy_modules(session, level):
-    def lazy():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 2))
-
-    plain, model = lazy(), lazy()
-    if level in CAST:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(AmpError, match="lazy module has no values yet.*run one forward before amp.initialize"):
-            session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for each in (plain, model) if level in CAST else (plain,):
-        torch.manual_seed(2)
-        each(X)
+@cast_levels
+def test_a_lazy_module_is_refused_until_a_forward_has_run(session, level):
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AmpError, match="lazy module has no values yet.*run one forward before amp.initialize"):
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model(X)
     session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    torch.manual_seed(2)
-    expected = losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    torch.manual_seed(2)
-    assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+    first, *_, last = losses(model, optimizer, session)
+    assert last < first
 
 
 def test_state_that_is_loaded_right_after_a_parameter_joined_keeps_its_bits(session):

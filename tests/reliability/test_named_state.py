@@ -124,16 +124,6 @@ def test_tied_weights():
     assert_same(Run(model=tied(1)).set(state).get()["model"], state["model"])
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_parameter_that_a_group_has_twice():
-    def twice(params):
-        params = list(params)
-        return FusedAdam([*params, params[0]], master_weights="split")
-
-    state = Run(twice, **KEPT_BY_OPTIMIZER).steps(0, 3).get()
-    assert_same(Run(twice, seed=1, **KEPT_BY_OPTIMIZER).set(state).get(), state)
-
-
 def test_parameters_without_state_stay_so():
     """SGD starts a buffer from the first gradient, not from zeros."""
     make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
@@ -334,14 +324,6 @@ def test_a_disabled_run():
     assert_same(Run("Adam-plain", seed=1, enabled=False).set(state).get(), state)
 
 
-def test_looking_at_state_calls_no_hook_of_a_step():
-    run, heard = Run("Adam-plain", opt_level="O1"), []
-    run.optimizer.register_step_post_hook(lambda *_: heard.append(1))
-    assert run.get(cpu_offload=True)["optim"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert heard == []
-    assert not run.optimizer.state
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -396,15 +378,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_its_first_step():
     state = stepped(0).get()
     assert list(state["optim"]) == ["0.weight"]
     assert_same(stepped(1).set(state).get(), state)
-
-
-def test_sparse_gradients():
-    first, second = (Run(torch.optim.SparseAdam, model=nn.Embedding(4, 3, sparse=True), opt_level="O1") for _ in "ab")
-    first.backward(first.model(torch.tensor([1, 2])).square().sum())
-    first.optimizer.step()
-    state = first.get()
-    assert state["optim"]["weight"]["exp_avg"].any()
-    assert_same(second.set(state).get(), state)
 
 
 def test_state_of_no_parameter_is_refused():

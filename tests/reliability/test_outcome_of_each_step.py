@@ -45,22 +45,6 @@ def test_stepped_and_skipped(session, name, level):
         assert outcomes[-1].scales == {0: 8192.0}
 
 
-@one_of_each
-def test_grad_scaler_after_unscale_and_clip(name):
-    loop = ScalerLoop(name)
-    for poison, max_norm in (({}, 0.1), (POISON, 0.1), ({}, 1e6)):
-        loop.backward(0, poison)
-        loop.scaler.unscale_(loop.optimizer)
-        norm = clip_grad_norm_(loop.model.parameters(), max_norm)
-        loop.scaler.step(loop.optimizer)
-        outcome = loop.scaler.outcome(loop.optimizer)
-        loop.scaler.update()
-        loop.optimizer.zero_grad()
-        assert outcome.stepped == (not poison)
-        assert outcome.grad_norm == pytest.approx(norm.item(), nan_ok=True)
-    assert loop.iterate().grad_norm is None
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_grad_scaler_and_groups_that_are_not_fused(kind):
     """As after the checkpoint of an optimizer that was not: they do not look at the flag."""
@@ -152,18 +136,6 @@ def test_the_norm_of_the_finite_check(session):
 # --- several optimizers and losses ------------------------------------------------------------------------------------
 
 
-def test_a_flag_that_somebody_else_has_set(session):
-    loop = Loop(session, "FusedAdam", "O1")
-    loop.backward()
-    loop.optimizer.found_inf = torch.ones(())
-    loop.optimizer.step()
-    outcome = session.outcome(loop.optimizer)
-    assert (outcome.skipped, outcome.reason, outcome.overflowed) == (True, "found_inf", ())
-    loop.backward(0, POISON)
-    loop.optimizer.step()
-    assert session.outcome(loop.optimizer).reason == "overflow"
-
-
 @pytest.mark.parametrize("between", ["another block", "zeroed in place"])
 @pytest.mark.parametrize("name", ["FusedSGD", "SGD-fused", "SGD-plain"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -176,27 +148,6 @@ def test_a_norm_ends_with_the_gradients_that_it_was_taken_of(session, name, leve
     loop.backward(1)
     loop.optimizer.step()
     assert session.outcome(loop.optimizer).grad_norm is None
-
-
-@pytest.mark.parametrize("name", ["FusedSGD", "SGD-fused", "SGD-plain"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_grad_scaler_in_the_place_of_scale_loss_does_not_reach_masters(session, name, level):
-    """It would unscale and check the gradients of BatchNorm alone."""
-    loop = Loop(session, name, level, loss_scale=1.0)
-    torch.optim.lr_scheduler.ConstantLR(loop.optimizer, factor=1.0)
-    before = loop.values()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(loop.model, 0)).backward()
-    for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(AmpError, match="a GradScaler was given an optimizer that is under amp with fp32 master"):
-            call(loop.optimizer)
-    loop.optimizer.zero_grad()
-    assert_same(before, loop.values())
-    session.reset()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(loop.model, 0)).backward()
-    scaler.step(loop.optimizer)
-    assert scaler.outcome(loop.optimizer).stepped
 
 
 def test_an_optimizer_that_amp_does_not_know(session):
@@ -305,14 +256,3 @@ def test_a_hook_must_be_callable(session):
         session.on_step(3)
     with pytest.raises(AmpTypeError, match="a hook must be callable"):
         session.on_skip(None)
-
-
-def test_hooks_wait_only_while_they_are_there(session):
-    loop = Loop(session, "FusedAdam", "O2")
-    handle = session.on_step(lambda *_: None)
-    loop.iterate()
-    handle.remove()
-    with HostReads() as reads:
-        loop.backward()
-        loop.optimizer.step()
-    assert reads.count == 0

@@ -50,11 +50,6 @@ def step(session, model, optimizer, x, factor=1.0, **options):
     optimizer.step()
 
 
-def all_state(session, model, optimizer) -> str:
-    masters = list(session.master_params(optimizer))
-    return digest(model.state_dict(), masters, optimizer.state_dict(), session.state_dict(masters=True))
-
-
 @contextlib.contextmanager
 def refused(*texts):
     """On every rank, by what they have compared, and not because a collective was given up."""
@@ -126,17 +121,6 @@ def test_loss_scales_that_differ_are_an_error_on_every_rank():
     assert all(map(torch.equal, unscaled, (p.grad for p in model.parameters())))
 
 
-@on_ranks(2)
-def test_initialize_compares_loss_scales_and_levels_before_it_changes_anything():
-    model = mlp()
-    has = f"and has loss scales: {128 - RANK}.0 (static)"
-    with refused("amp.initialize: loss scales differ between ranks", has):
-        started(model=model, loss_scale=128.0 - RANK, process_group=dist.group.WORLD)
-    assert model[0].weight.dtype == torch.float32
-    with refused("opt levels differ between ranks", f"opt levels: {('O2', 'enabled=False')[RANK]}"):
-        started(enabled=RANK == 0, process_group=dist.group.WORLD)
-
-
 # By what rank 1 has otherwise: options of initialize and of the optimizer, and what each rank is told that it has.
 ON_A_MESH = {
     "level": ({"opt_level": "O5"}, {}, "opt levels", ("O2", "O5")),
@@ -169,22 +153,6 @@ def test_initialize_compares_the_ranks_of_a_mesh(case):
         session.initialize(model, optimizer, **given)
     assert len(sizes) == 1
     assert (session.policy is None) == (what is not None)
-    session.reset()
-
-
-@on_ranks(2)
-def test_the_ranks_of_a_group_are_listed_once():
-    """torch makes a list of all ranks, which takes longer the more there are."""
-    group, listed, original = dist.new_group([0, 1]), [], dist.get_process_group_ranks
-    dist.get_process_group_ranks = lambda of: (listed.append(of), original(of))[1]
-    try:
-        session, model, optimizer = started(process_group=group)
-        for i in range(3):
-            step(session, model, optimizer, batch(RANK, i))
-            clip_grad_norm_(session.master_params(optimizer), 1.0, process_group=group)
-    finally:
-        dist.get_process_group_ranks = original
-    assert listed == [group]
     session.reset()
 
 
@@ -363,14 +331,6 @@ def test_the_error_of_a_compression_does_not_depend_on_the_scale(level):
     assert (kept["scale"], doubled["scale"]) == (1024.0, 2048.0)
     assert len(set(kept["errors"])) > 5
     assert (kept["errors"], kept["weights"]) == (doubled["errors"], doubled["weights"])
-
-
-@on_ranks(2)
-def test_compression_under_amp_at_o0_is_that_of_torch():
-    torchs, wrapped = (compressed("O0", wrapped, enabled=False) for wrapped in (False, True))
-    under_amp = compressed("O0")
-    assert wrapped == torchs
-    assert (under_amp["errors"], under_amp["weights"]) == (torchs["errors"], torchs["weights"])
 
 
 # --- without other ranks ----------------------------------------------------------------------------------------------

@@ -273,11 +273,6 @@ def test_what_is_no_group_is_refused_and_nothing_changed():
     assert "step" not in vars(optimizer)
 
 
-def test_it_is_a_keyword(group):
-    with pytest.raises(TypeError, match="positional argument"):
-        GradScaler("cpu", 2.0, 2.0, 0.5, 2000, True, group)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
 def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(group, duplicate):
     scaler = GradScaler("cpu", process_group=group)

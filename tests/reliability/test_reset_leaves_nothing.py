@@ -124,16 +124,6 @@ def test_without_reset_everything_goes_with_its_last_reference(level, name, firs
     assert surroundings() == around
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_casts_end_with_their_session(level):
-    session = AmpSession()
-    session.initialize(mlp(), opt_level=level, verbosity=0)
-    assert torch.is_autocast_enabled("cpu")
-    del session
-    assert not torch.is_autocast_enabled("cpu")
-    assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
-
-
 def test_functions_registered_with_a_session_end_with_it():
     class Namespace:
         @staticmethod

@@ -39,8 +39,6 @@ MOVED = [True, True, False, True, True]
 SCALES = [START, START, START / 2, START / 2, START / 2]
 # Of weights, and relative of norms. In 16 bits batches of another size are rounded otherwise.
 EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
-# The bytes of a norm, and of a flag with the scale.
-NORM, FLAG = 8, 32
 DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
 KINDS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -166,22 +164,6 @@ def test_fully_shard(api, kind, more):
     assert_trained(Loop(fully_sharded(), kind, api).run().end(), alone(kind, api), more)
 
 
-@runs(
-    *(("scaler", "FusedAdam", torch.float16), ("O0", "SGD", torch.float16), ("O0", "Adam-fused", torch.float16)),
-    ("O0", "SGD", torch.bfloat16),
-)
-@on_ranks(2)
-def test_fully_shard_that_casts_to_16_bits_is_o2_or_o5(api, kind, more):
-    """What it shards are the masters."""
-    model, seen = fully_sharded(mp_policy=policy(more)), set()
-    loop = Loop(model, kind, api)
-    model[0].register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    level, tolerance = ("O2", FP16) if more == torch.float16 else ("O5", BF16)
-    assert_trained(loop.run().end(), alone(kind, level), tolerance)
-    assert seen == {more}
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def train_by(model, kind, level, **options) -> tuple[list, list[torch.Tensor]]:
     """Figures of a run with an overflow on one rank, and the weights."""
     shards = list(model.parameters())
@@ -205,24 +187,6 @@ def test_o2_and_o5_of_a_sharded_model_are_a_policy_and_o0(api, kind):
     assert (figures, distance(found, expected)) == (by_hand, 0)
     assert 0 < distance(found, train_by(fully_sharded(), kind, "O0")[1]) < 0.1
     assert all(other == figures for other in all_ranks(figures)) or api == "O2"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", DTYPES)
-@pytest.mark.parametrize("kind", ["hsdp", "tp"])
-@on_ranks(4)
-def test_o2_and_o5_over_meshes_of_two_dimensions(kind, level):
-    """HSDP, and fully_shard over tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def make(**options):
-        if kind == "hsdp":
-            return fully_sharded(mesh=mesh, **options)
-        return fully_sharded(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"], **options)
-
-    by_hand, expected = train_by(make(mp_policy=policy(DTYPES[level])), "FusedAdam", "O0")
-    figures, found = train_by(make(mp_policy=policy(DTYPES[level])), "FusedAdam", level)
-    assert (figures, distance(found, expected)) == (by_hand, 0)
 
 
 @runs(("scaler", "SGD", EXACT), ("O1", "FusedAdam", FP16), ("O4", "SGD", BF16))
@@ -486,8 +450,8 @@ def test_clipping_over_meshes_and_stages():
         assert torch.equal(before, params[0].grad.to_local())
 
 
-def collectives(model, clips=True, api="O0") -> list[list[int]]:
-    """The bytes of ours at the end of a block, in clipping and in a step."""
+def collectives(model, clips=True, api="O0") -> list[int]:
+    """How many are ours at the end of a block, in clipping and in a step."""
     loop = Loop(model, "FusedAdam", api, shares=False)
     block = loop.session.scale_loss(loop.loss(0), loop.optimizer)
     block.__enter__().backward()
@@ -501,14 +465,14 @@ def collectives(model, clips=True, api="O0") -> list[list[int]]:
         loop.optimizer.step()
     assert loop.session.outcome(loop.optimizer).stepped
     loop.end()
-    return [at_exit, in_clip, in_step]
+    return [len(at_exit), len(in_clip), len(in_step)]
 
 
 @on_ranks(2)
 def test_a_block_and_clipping_are_a_collective_each():
-    assert collectives(fully_sharded(), api="O1") == [[FLAG], [NORM], []]
-    assert collectives(tensor_parallel()) == [[FLAG], [NORM], []]
-    assert collectives(fully_sharded(), clips=False) == [[FLAG], [], []]
+    assert collectives(fully_sharded(), api="O1") == [1, 1, 0]
+    assert collectives(tensor_parallel()) == [1, 1, 0]
+    assert collectives(fully_sharded(), clips=False) == [1, 0, 0]
 
 
 @on_ranks(2)
@@ -583,9 +547,9 @@ def meshes_of_two_dimensions(calls):
     def over_tensor_parallelism():
         return fully_sharded(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
 
-    assert collectives(over_tensor_parallelism()) == [[FLAG] * calls, [NORM] * calls, []]
-    assert collectives(fully_sharded(model=mlp(8), mesh=mesh)) == [[FLAG] * calls, [NORM] * calls, []]
-    assert collectives(fully_sharded(model=mlp(8), mesh=mesh["dp"])) == [[FLAG], [NORM], []]
+    assert collectives(over_tensor_parallelism()) == [calls, calls, 0]
+    assert collectives(fully_sharded(model=mlp(8), mesh=mesh)) == [calls, calls, 0]
+    assert collectives(fully_sharded(model=mlp(8), mesh=mesh["dp"])) == [1, 1, 0]
     for kind in ("SGD", "FusedAdam"):
         loop = Loop(over_tensor_parallelism(), kind, "O0", shares=False, overflow_on="all").run().end()
         assert_trained(loop, alone(kind, "O0", mlp(8)), EXACT)

@@ -1,6 +1,5 @@
 """A session is used from one thread at a time, or says so; forwards and autograd's hooks may run in any."""
 
-import copy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -156,44 +155,3 @@ def replicate(model):
         for name, child in module._modules.items():
             replica._modules[name] = replicas[child]
     return replicas[model]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_replicas_forward_in_threads_of_their_own(session, level):
-    """As torch.nn.parallel.parallel_apply calls them; backward adds both halves up in the parameters."""
-    model, optimizer = setup(session, level, loss_scale=128.0)
-    twin = copy.deepcopy(model)
-    casts_on = torch.is_autocast_enabled("cpu")
-
-    def forward(replica, x):
-        # What parallel_apply does in each thread, with what it found in the thread that calls it.
-        with torch.set_grad_enabled(True), torch.autocast("cpu", enabled=casts_on):
-            return replica(x)
-
-    with ThreadPoolExecutor(2) as pool:
-        joined = torch.cat(list(pool.map(forward, [replicate(model), replicate(model)], X.chunk(2))))
-    expected = twin(X)
-    assert joined.dtype == expected.dtype
-    assert torch.equal(joined, expected)
-    optimizer.zero_grad()
-    backward(session, joined.float().square().mean(), optimizer)
-    grads = [p.grad for p in session.master_params(optimizer)]
-    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
-    assert expected.dtype == {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_hooks_see_the_session_from_threads_of_autograd(session, level):
-    """A backward that runs in another thread, hooks and all, fills a block of this one."""
-    model, optimizer = setup(session, level, loss_scale=128.0)
-    threads = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: threads.append(threading.current_thread().name))
-    model[0].weight.register_hook(lambda grad: grad * 2)
-    with session.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
-        in_thread(scaled.backward)
-    assert threads == ["other"]
-    first = next(session.master_params(optimizer)).grad.clone()
-    optimizer.zero_grad()
-    backward(session, model(X).float().square().mean(), optimizer)
-    assert torch.equal(next(session.master_params(optimizer)).grad, first)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from kit import LOW, assert_same, backward, loss_of, params_of, start, train
+from kit import LOW, assert_same, loss_of, params_of, start, train
 from torch import Tensor
 
 LEVELS_WITH_MASTERS = [level for level in LOW if level != "O3"]
@@ -16,36 +16,6 @@ by_optimizer = pytest.mark.parametrize("name", ["SGD-plain", "FusedAdam"])
 def assert_rounded(model, optimizer):
     for p, master in zip(model.parameters(), params_of(optimizer), strict=True):
         assert torch.equal(p, master.to(p.dtype))
-
-
-@torch.no_grad()
-def scale_masters(optimizer, factor):
-    for p in params_of(optimizer):
-        p.mul_(factor)
-
-
-THEN = {
-    "forward": lambda s, m, o: m(torch.randn(4, 4)),
-    "state_dict": lambda s, m, o: m.state_dict(),
-    "block": lambda s, m, o: backward(s, loss_of(m), o),
-    "step": lambda s, m, o: (backward(s, loss_of(m), o), o.step()),
-    "master_params": lambda s, m, o: list(s.master_params(o)),
-}
-
-
-@by_level
-@by_optimizer
-@pytest.mark.parametrize("then", THEN)
-def test_weights_follow_masters_that_were_written(session, level, name, then):
-    """As ``optimizer.eval()`` of schedule-free optimizers does, or a swap of averaged weights."""
-    model, optimizer = start(session, level, name, loss_scale=64.0)
-    train(session, model, optimizer, 2)
-    scale_masters(optimizer, 0.5)
-    masters = [master.detach().clone() for master in params_of(optimizer)]
-    THEN[then](session, model, optimizer)
-    if then != "step":
-        assert all(map(torch.equal, params_of(optimizer), masters))
-    assert_rounded(model, optimizer)
 
 
 class Averaging(torch.optim.SGD):
