@@ -19,7 +19,7 @@ PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WOR
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
 # Targets about the CUDA kernels build them for a torch without CUDA, too.
-machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
+machine-code test-hard test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
 
 .PHONY: demo test test-all test-plain test-faults test-mutants test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
@@ -50,7 +50,8 @@ test-mutants: $(VENV)/test.done
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --measure
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --jobs $$(nproc) $(ARGS)
 
-# The PTX inside the built library, executed on the CPU. Skipped without nvcc.
+# The PTX inside the built library, executed on the CPU. Skipped without nvcc. .ci/run does it where a source of the CUDA
+# kernels has changed.
 test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
 	$(PY) tests/ptx/run.py $(ARGS)
 
@@ -64,9 +65,9 @@ test-clients: $(VENV)/clients.done
 sanitize: $(VENV)/test.done
 	$(PY) tests/reliability/sanitize.py $(ARGS)
 
-# What takes too long for each change: the sanitizers, minutes of wrong calls, 5,000 programs, many more examples for the
-# properties.
-test-hard: sanitize
+# What takes too long for each change: the sanitizers, the PTX, minutes of wrong calls, 5,000 programs, many more examples
+# for the properties.
+test-hard: sanitize test-ptx
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
 	$(PY) tests/fuzz_programs.py --programs 5000 --seed $$(date +%s)
 	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
