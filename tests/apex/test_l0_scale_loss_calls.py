@@ -1,24 +1,11 @@
 """The ways in which programs call scale_loss and what is in it, and the sequences that skip a step."""
 
-from functools import partial
-
 import pytest
 import torch
-from amp_models import backward, probe, same, weights
 from apex import amp
 from apex.amp import _amp_state
-from apex.optimizers import FusedSGD
-from kit import INF, every_level
+from kit import every_level
 from torch import nn
-
-dynamic_levels = pytest.mark.parametrize("level", ["O1", "O2"])
-# apex leaves the gradients of masters None without materialize_master_grads. Here they are there, and true, either way.
-MAKE = {
-    "SGD": partial(torch.optim.SGD, lr=0.125),
-    "FusedSGD": partial(FusedSGD, lr=0.125),
-    "FusedSGD-not-materialized": partial(FusedSGD, lr=0.125, materialize_master_grads=False),
-}
-each_make = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
 
 class Mixed(nn.Module):
@@ -78,25 +65,3 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
         loss = model(torch.ones(3, 2)).float().sum()
         with amp.scale_loss(loss, optimizers) as scaled:
             assert torch.equal(scaled, loss)
-
-
-# --- skips ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("error")
-@dynamic_levels
-@each_make
-def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
-    """Where apex failed. tests/reliability/test_schedulers_count_taken_steps.py has the other times."""
-    model, optimizer = probe(level, make)
-    before = weights(optimizer)
-    backward(model, optimizer, INF)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.step()
-    assert same(weights(optimizer), before)
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    optimizer.step()
-    scheduler.step()
-    assert same(weights(optimizer), [w - 0.125 for w in before])
-    assert optimizer.param_groups[0]["lr"] == 0.0625

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel.distributed import flat_dist_call
-from kit import COPIES
 from rank_processes import RANK, RANKS, all_ranks, on_ranks
 from torch import nn
 
@@ -59,36 +58,6 @@ def joined(wrapped):
 def test_gradients_are_joined(dtype, hook):
     options, weight, bias = HOOKS[hook]
     assert joined(DistributedDataParallel(ones_model(dtype), **options)) == [[weight], [bias]]
-
-
-@pytest.mark.full(but=4)
-@pytest.mark.parametrize("hook", HOOKS)
-@on_ranks(1)
-def test_one_process_keeps_its_gradients(hook):
-    divisor = 2.0 if hook == "predivided-sum" else 1.0
-    assert joined(DistributedDataParallel(ones_model(), **HOOKS[hook][0])) == [[2.0 / divisor], [2.0 / divisor]]
-
-
-@pytest.mark.parametrize("name", COPIES)
-@on_ranks(2)
-def test_a_copy_joins_gradients_the_same_way(name):
-    assert joined(COPIES[name](DistributedDataParallel(ones_model(), gradient_average=False))) == [[8.0], [4.0]]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"gradient_predivide_factor": 1.0, "gradient_average": False}, torch.inf),
-        ({"allreduce_always_fp32": True}, 40000.0),
-        ({"gradient_predivide_factor": 2.0}, 40000.0),
-    ],
-    ids=["large", "fp32", "predivided"],
-)
-@on_ranks(2)
-def test_a_sum_that_fp16_cannot_hold(options, expected):
-    wrapped = DistributedDataParallel(ones_model(torch.float16), **options)
-    wrapped(torch.full((1, 3), 40000.0, dtype=torch.float16)).sum().backward()
-    assert values(wrapped.module.weight.grad) == [[expected]]
 
 
 @on_ranks(2)
@@ -179,17 +148,6 @@ def test_a_training_is_that_of_torchs_wrapper(level, name):
     ours, expected = (masters_after(level, wrap, [RANK], **options) for wrap in (apexs, torchs))
     assert torch.isfinite(ours).all()
     assert all(torch.equal(other, expected) for other in all_ranks(ours))
-
-
-@pytest.mark.full(but=2)
-@trained_at
-@on_ranks(2)
-def test_a_training_is_that_of_one_process_with_all_batches(level):
-    ours = masters_after(level, DistributedDataParallel, [RANK], norm=False)
-    alone = masters_after(level, None, range(RANKS), norm=False)
-    # 16-bit gradients are rounded before they are joined.
-    tolerance = 1e-6 if level == "O0" else 2e-2
-    torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

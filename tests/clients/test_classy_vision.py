@@ -6,7 +6,6 @@ masters, here as in apex.
 
 import pytest
 import torch
-from apex import amp
 from apex.parallel.LARC import LARC
 from classy_vision.dataset import ClassyDataset
 from classy_vision.generic.util import apex_available
@@ -17,9 +16,7 @@ from classy_vision.optim import SGD
 from classy_vision.tasks import ClassificationTask
 from classy_vision.tasks.classification_task import AmpType
 from classy_vision.trainer import LocalTrainer
-from training import FIRST_SCALE, LR, assert_the_second_is_skipped, batches, by_hand, loss_of, mlp, scale, sgd
-
-from ampctx import amp as library_amp
+from training import LR, assert_the_second_is_skipped, batches, by_hand, loss_of, mlp, scale, sgd
 
 
 class Model(ClassyModel):
@@ -107,17 +104,3 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(larc):
     task, notes = task_of(batches_with_a_steep_one(), larc)
     LocalTrainer().train(task)
     assert_the_second_is_skipped(notes.scales, notes.steps)
-
-
-def test_the_state_of_a_task_has_the_scale():
-    task, _ = task_of(batches_with_a_steep_one())
-    LocalTrainer().train(task)
-    state = task.get_classy_state(deep_copy=True)
-    assert state["amp"]["loss_scaler0"] == {"loss_scale": FIRST_SCALE / 2, "unskipped": 2}
-    library_amp.reset()
-
-    task, _ = task_of(batches_with_a_steep_one())
-    task.prepare()
-    assert scale() == FIRST_SCALE
-    task.set_classy_state(state)
-    assert amp.state_dict() == state["amp"]

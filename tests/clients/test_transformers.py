@@ -170,14 +170,3 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path, level, optim)
         names = [n for n in start if "embeddings.word" in n or "classifier" in n]
         same = all(torch.equal(befores[i][name].half(), notes.steps[i][name].half()) for name in names)
         assert same == halved
-
-
-def test_evaluation_and_a_saved_model(tmp_path):
-    trainer, _ = trainer_of(tmp_path, "O2", bert(), sentences())
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before
-    trainer.save_model(str(tmp_path / "model"))
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "model")
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    assert_same_weights(loaded, trainer.model.state_dict())  # the masters
