@@ -217,32 +217,6 @@ def test_a_scaler_of_the_clients_own(level):
 # --- smaller habits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outputs", [None, torch.float16], ids=["default", "cast_model_outputs"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_forward_of_a_wrapped_model_patched_by_the_options(level, outputs):
-    """The workaround for DataParallel: casts put around its forward according to opt_properties."""
-    model, _ = start(amp, level, cast_model_outputs=outputs)
-    parallel = torch.nn.DataParallel(model)
-    options = _amp_state.opt_properties.options
-    if options.get("cast_model_type", None):
-        old, low = parallel.forward, options["cast_model_type"]
-        out = options["cast_model_outputs"] if options.get("cast_model_outputs") is not None else torch.float32
-        applier, to_type = amp._initialize.applier, amp._initialize.to_type
-
-        def forward(*args, **kwargs):
-            args = applier(args, lambda t: to_type(low, t))
-            return applier(old(*args, **kwargs), lambda t: to_type(out, t))
-
-        parallel.forward = forward
-    result = parallel(torch.ones(3, 4))
-    assert result.dtype == (outputs or (torch.float16 if level == "O1" else torch.float32))
-    result.float().sum().backward()
-    again = model.forward
-    model.forward = lambda *args: again(*args)
-    assert parallel(torch.ones(3, 4)).dtype == result.dtype
-    del model.forward
-
-
 def test_clear_cache_in_an_evaluation_loop():
     model, _ = start(amp, "O1")
     with torch.no_grad():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
 from apex.amp import _amp_state
-from kit import every_level
+from kit import INF, every_level
 from torch import nn
 
 
@@ -65,3 +66,24 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
         loss = model(torch.ones(3, 2)).float().sum()
         with amp.scale_loss(loss, optimizers) as scaled:
             assert torch.equal(scaled, loss)
+
+
+# --- skips ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", BOTH)
+def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
+    """Where apex failed. tests/reliability/test_schedulers_count_taken_steps.py has the other times."""
+    model, optimizer = probe(level, make)
+    before = weights(optimizer)
+    backward(model, optimizer, INF)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert not same(weights(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == scheduler.base_lrs[0] / 2
