@@ -12,7 +12,6 @@ from processes import output
 import ampctx
 from ampctx import AmpError, AmpTypeError
 
-each_kind = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 both = pytest.mark.parametrize("make", BOTH)
 METHODS = ["_lazy_init_maybe_master_weights", "_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward"]
@@ -131,37 +130,7 @@ def test_lists_without_master_weights():
     assert not hasattr(stash, "all_fp32_from_fp16_params")
 
 
-def test_computed_lists_cannot_be_assigned_and_the_rest_can():
-    _, optimizer = probe()
-    stash = optimizer._amp_stash
-    with pytest.raises(AttributeError, match="all_fp16_params is computed from optimizer.param_groups"):
-        stash.all_fp16_params = []
-    stash.mine = [1]
-    assert optimizer._amp_stash.mine == [1]
-    assert stash.lazy_init_called is True
-    stash.lazy_init_called = True
-    with pytest.raises(AttributeError, match="'AmpOptimizerState' object has no attribute 'nothing'"):
-        stash.nothing  # noqa: B018
-
-
 # --- the methods ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lazy_init", ["_lazy_init_maybe_master_weights", "_amp_lazy_init"])
-@each_kind
-def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
-    model, optimizer = probe(level)
-    params = list(optimizer.param_groups[0]["params"])
-    getattr(optimizer, lazy_init)()
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    getattr(optimizer, lazy_init)()
-    assert params[0].tolist() == [3.0] * 3
-    backward(model, optimizer, delay_unscale=True)
-    getattr(optimizer, lazy_init)()  # leaves the scaled gradients alone
-    backward(model, optimizer)
-    assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [[2.0] * p.numel() for p in params]
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
 
 
 @with_masters

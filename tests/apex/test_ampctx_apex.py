@@ -189,31 +189,6 @@ def test_another_apex_in_the_same_directory_stays_in_use(new_environment, wheel,
     assert "No module named 'amp_C'" in new_environment.run("-c", "import amp_C", code=1)
 
 
-@pytest.fixture
-def elsewhere(tmp_path):
-    """The folder of another apex, without metadata."""
-    (tmp_path / "elsewhere" / "apex" / "amp").mkdir(parents=True)
-    (tmp_path / "elsewhere" / "apex" / "__init__.py").write_text("KIND = 'other'")
-    return tmp_path / "elsewhere"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", ["earlier", "later"])
-def test_another_apex_of_another_directory_stays_in_use(new_environment, wheel, elsewhere, place):
-    new_environment.install(wheel)
-    variables = {"PYTHONPATH": str(elsewhere)} if place == "earlier" else {}
-    if place == "later":
-        (new_environment.site / "later.pth").write_text(f"{elsewhere}\n")
-    assert new_environment.run("-c", "import apex; print(apex.KIND)", **variables) == "other\n"
-    assert "No module named 'amp_C'" in new_environment.run("-c", "import amp_C", code=1, **variables)
-    error = new_environment.run("-c", "import importlib.metadata as m; m.version('apex')", code=1, **variables)
-    assert "PackageNotFoundError" in error
-    assert info(new_environment, **variables) == (
-        f"another apex, version unknown, in {elsewhere / 'apex'}, with amp. "
-        "Use 'ampctx-apex run', or run 'pip uninstall apex'"
-    )
-
-
 @pytest.mark.full
 def test_a_folder_named_apex_is_no_apex(environment, tmp_path):
     """Such as a checkout of apex, in whose parent a program runs."""

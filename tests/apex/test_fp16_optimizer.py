@@ -168,17 +168,6 @@ def test_a_static_scale_is_read_and_assigned_and_does_not_look():
     assert model[0].weight.isnan().all()
 
 
-def test_a_dynamic_scale_starts_where_its_arguments_say():
-    assert of_fp16_utils(**DYNAMIC)[1].loss_scale == 2.0**16
-    arguments = {"init_scale": 8.0, "scale_window": 2, "max_loss_scale": 16.0}
-    model, optimizer = of_fp16_utils(dynamic_loss_scale=True, dynamic_loss_args=arguments)
-    scales = []
-    for _ in range(5):
-        run(model, optimizer, 1)
-        scales.append(optimizer.loss_scale)
-    assert scales == [8.0, 16.0, 16.0, 16.0, 16.0]
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(
     ("make", "arguments", "after"),

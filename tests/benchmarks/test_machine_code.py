@@ -48,13 +48,6 @@ def test_a_stack_frame_breaks_a_rule(memory):
     assert machine_code.broken_rules("step", GOOD, **memory) == [SPILLS]
 
 
-@pytest.mark.parametrize(("jump", "broken"), [("@P2 BRA 0x30", []), ("FADD R2, R2, R2", [WIDE])])
-def test_lists_that_are_not_aligned_take_another_way(jump, broken):
-    """The narrow load may stay where an iteration can go around it."""
-    around = sass("LDG.E.128 R4, [R2.64]", jump, "LDG.E R9, [R2.64]", "@P0 BRA 0x0", "EXIT")
-    assert machine_code.broken_rules("l2norm", around) == broken
-
-
 def test_branches_to_an_address_in_a_register_go_where_the_library_says():
     text = sass("LDG.E.128 R4, [R2.64]", "BRX R8 -0x20", "FADD R9, R4, R4", "@P0 BRA 0x0", "EXIT")
     info = "\t\tOffset of Indirect Branch: 0x10\t Number of targets: 2\n\t\tTargets: 0x20 0x40\x20\n"

@@ -51,7 +51,7 @@ def initialized(name, level, opt="sgd", **options):
     return amp.initialize(model, optimizer_for(model, opt), opt_level=level, verbosity=0, **options)
 
 
-def train_as_timm(model, optimizer, data, scaler, clip_grad=None, clip_mode="norm", accumulate=1, ema=None):
+def train_as_timm(model, optimizer, data, scaler, clip_grad, accumulate=1):
     """The part of timm's training script that deals with amp, in its order."""
     model.train()
     losses = []
@@ -63,15 +63,13 @@ def train_as_timm(model, optimizer, data, scaler, clip_grad=None, clip_mode="nor
             loss / accumulate,
             optimizer,
             clip_grad=clip_grad,
-            clip_mode=clip_mode,
-            parameters=model_parameters(model, exclude_head="agc" in clip_mode),
+            clip_mode="norm",
+            parameters=model_parameters(model),
             create_graph=False,
             need_update=need_update,
         )
         if need_update:
             optimizer.zero_grad()
-            if ema is not None:
-                ema.update(model)
     return losses
 
 
@@ -81,9 +79,8 @@ class Plain:
     def __call__(self, loss, optimizer, clip_grad, clip_mode, parameters, create_graph, need_update):
         loss.backward()
         if need_update:
-            if clip_grad is not None:
-                # Of all that the optimizer steps, as by ApexScaler.
-                dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode=clip_mode)
+            # Of all that the optimizer steps, as by ApexScaler.
+            dispatch_clip_grad(amp.master_params(optimizer), clip_grad, mode=clip_mode)
             optimizer.step()
 
 
@@ -95,14 +92,14 @@ def flat(tensors):
     return torch.cat([t.detach().float().flatten() for t in tensors])
 
 
-def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1, scaler=None):
+def distance_from_fp32(name, level, steps, clip_grad, accumulate=1, scaler=None):
     """How far mixed precision ends from fp32, as a fraction of the way that training goes."""
     plain = vision_model(name)
-    plain_optimizer = optimizer_for(plain, opt)
+    plain_optimizer = optimizer_for(plain)
     start = flat(amp.master_params(plain_optimizer))
-    train_as_timm(plain, plain_optimizer, images(steps), Plain(), clip_grad, clip_mode, accumulate)
-    model, optimizer = initialized(name, level, opt, loss_scale=1024.0)
-    train_as_timm(model, optimizer, images(steps), scaler or ApexScaler(), clip_grad, clip_mode, accumulate)
+    train_as_timm(plain, plain_optimizer, images(steps), Plain(), clip_grad, accumulate)
+    model, optimizer = initialized(name, level, loss_scale=1024.0)
+    train_as_timm(model, optimizer, images(steps), scaler or ApexScaler(), clip_grad, accumulate)
     end = flat(amp.master_params(plain_optimizer))
     return ((flat(amp.master_params(optimizer)) - end).norm() / (end - start).norm()).item()
 
