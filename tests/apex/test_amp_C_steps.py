@@ -341,9 +341,6 @@ def test_a_flag_that_is_set_lets_nothing_happen(dtype, name, dtypes, args):
     assert not torch.equal(lists[1][0], before[1][0])
 
 
-# --- types and layouts in any mix -------------------------------------------------------------------------------------
-
-
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 

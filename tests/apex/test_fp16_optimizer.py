@@ -200,6 +200,23 @@ def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(make, arguments, 
 # --- closures ---------------------------------------------------------------------------------------------------------
 
 
+def test_later_calls_of_a_closure_see_the_weights_that_the_optimizer_has_moved():
+    model = make_model()
+    seen = []
+    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+
+    def closure():
+        seen.append(model[0].weight.clone())
+        assert torch.equal(optimizer.all_fp32_from_fp16_params[0].half(), seen[-1])
+        optimizer.zero_grad()
+        optimizer.backward(loss := loss_of(model))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 1
+    assert not torch.equal(seen[0], seen[-1])
+
+
 def test_a_closure_runs_again_while_it_overflows(caplog):
     model = make_model()
     factors = [math.inf, math.inf, 1.0]

@@ -141,9 +141,6 @@ def test_one_class_and_no_group_without_a_process_group():
     assert create_syncbn_process_group(0) is None
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
 # --- convert_syncbn_model ---------------------------------------------------------------------------------------------
 
 

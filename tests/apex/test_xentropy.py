@@ -58,14 +58,6 @@ def test_defaults_are_apexs():
     assert loss(logits)[LABELS == 0].tolist() == [0.0]
 
 
-def test_padding_that_is_no_class_and_in_all_rows():
-    losses = loss(case(F32)[0], 0.1, -1, labels=torch.tensor([-1, 3, -1, 1, 2, 0]))
-    assert (losses == 0).tolist() == [True, False, True, False, False, False]
-    logits = case(F32)[0].requires_grad_()
-    loss(logits, 0.1, labels=torch.zeros_like(LABELS)).sum().backward()
-    assert logits.grad.eq(0.0).all()
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
 def test_on_a_gpu_as_on_the_cpu(dtype):

@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import training
 from apex import amp
 from ignite.engine import Events, create_supervised_trainer
-from training import assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd
+from training import assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, sgd
 
 
 def trainer_of(level, accumulate=1):
@@ -34,20 +33,6 @@ def test_the_trainer_does_what_the_loop_does(level, accumulate):
     assert_same_weights(model, after)
     assert outputs == pytest.approx(losses)
     assert outputs[-1] < outputs[0]
-
-
-@on_levels
-def test_an_overflow_skips_the_step_and_halves_the_scale(level):
-    trainer, model, _ = trainer_of(level)
-    steps, scales = [], []
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def note():
-        steps.append([p.detach().clone() for p in model.parameters()])
-        scales.append(scale())
-
-    trainer.run(batches(4, overflow_at=1))
-    training.assert_the_second_is_skipped(scales, steps)
 
 
 # --- the project's own tests, from its source archive ----------------------------------------------------------------
