@@ -87,3 +87,18 @@ def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
     scheduler.step()
     assert not same(weights(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == scheduler.base_lrs[0] / 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", BOTH)
+def test_an_overflow_of_one_of_two_losses_skips_the_step_and_lowers_its_scale(level, make, bad):
+    model, optimizer = probe(level, make, num_losses=2)
+    before = weights(optimizer)
+    for loss_id in (0, 1):
+        backward(model, optimizer, INF if loss_id == bad else 1.0, loss_id=loss_id)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [
+        2048.0 if loss_id == bad else 4096.0 for loss_id in (0, 1)
+    ]
