@@ -16,10 +16,11 @@ FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'te
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+BUILD   := $(PY) setup.py --quiet build_ext --inplace
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-# Targets about the CUDA kernels build them for a torch without CUDA, too.
-machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
+# Targets about the CUDA kernels build them for a torch without CUDA, too, and into a tree that was built without.
+machine-code test-hard test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
 
 .PHONY: demo test test-all test-plain test-faults test-mutants test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
@@ -50,8 +51,10 @@ test-mutants: $(VENV)/test.done
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --measure
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) tests/mutants.py --jobs $$(nproc) $(ARGS)
 
-# The PTX inside the built library, executed on the CPU. Skipped without nvcc.
+# The PTX inside the built library, executed on the CPU. Skipped without nvcc. .ci/run does it where a source of the CUDA
+# kernels has changed.
 test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
+	$(BUILD)
 	$(PY) tests/ptx/run.py $(ARGS)
 
 # Programs of other people that use apex, run through ampctx_apex. clients installs them, apart from what is in .venv.
@@ -64,9 +67,9 @@ test-clients: $(VENV)/clients.done
 sanitize: $(VENV)/test.done
 	$(PY) tests/reliability/sanitize.py $(ARGS)
 
-# What takes too long for each change: the sanitizers, minutes of wrong calls, 5,000 programs, many more examples for the
-# properties.
-test-hard: sanitize
+# What takes too long for each change: the sanitizers, the CUDA kernels, minutes of wrong calls, 5,000 programs, many
+# more examples for the properties.
+test-hard: sanitize $(if $(shell command -v nvcc),machine-code) test-ptx
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
 	$(PY) tests/fuzz_programs.py --programs 5000 --seed $$(date +%s)
 	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py tests/reliability/test_state_machine.py
@@ -109,6 +112,7 @@ bench: $(VENV)/examples.done $(VENV)/peers.done
 
 # Checks what nvcc has made of the kernels: no spills, no stack, 128-bit accesses.
 machine-code: $(CUDA_TOOLS)
+	$(BUILD)
 	$(PY) benchmarks/machine_code.py $(ARGS)
 
 # The wheel, then the build in this tree, under the oldest and newest torch that both promise to run on, each with a
@@ -139,7 +143,7 @@ $(VENV)/torch.done: .ci/bootstrap.py
 # --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 	$(PIP) 'pip>=25.1' 'setuptools>=77' wheel
-	$(PY) setup.py --quiet build_ext --inplace
+	$(BUILD)
 	$(PIP) --no-build-isolation --editable . --editable ./ampctx-apex
 	@touch $@
 

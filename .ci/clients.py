@@ -3,8 +3,8 @@
     .venv/bin/python .ci/clients.py DIRECTORY
 
 DIRECTORY/packages gets the group clients of pyproject.toml. pip installs no dependencies: the list is complete,
-and torchvision would pull a torch with CUDA. DIRECTORY/sources gets source archives: pytorch-ignite's, whose own tests
-run too, and fairseq's, of which one file is tested.
+and torchvision would pull a torch with CUDA. DIRECTORY/sources gets the source archive of pytorch-ignite, whose own
+tests run too.
 """
 
 import shutil
@@ -31,12 +31,12 @@ def main() -> None:
     packages = target / "packages"
     pip("install", "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:clients", "--target", str(packages))
     (ignite,) = distributions(name="pytorch-ignite", path=[str(packages)])
-    for name, version in (("pytorch-ignite", ignite.version), ("fairseq", "0.12.2")):
-        pip("download", "--no-deps", "--no-binary", name, "--dest", str(target / "sources"), f"{name}=={version}")
-    for archive in (target / "sources").glob("*.tar.gz"):
-        with tarfile.open(archive) as opened:
-            opened.extractall(target / "sources", filter="data")
-        archive.unlink()
+    name, sources = ignite.name, target / "sources"
+    pip("download", "--no-deps", "--no-binary", name, "--dest", str(sources), f"{name}=={ignite.version}")
+    (archive,) = sources.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(sources, filter="data")
+    archive.unlink()
 
 
 if __name__ == "__main__":

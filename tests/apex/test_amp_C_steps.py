@@ -3,7 +3,6 @@
 test_multi_tensor_apply.py has scaling and plain norms.
 """
 
-import math
 from functools import partial
 
 import amp_C
@@ -158,23 +157,6 @@ def test_novograd(dtype, bias_correction, grad_averaging, moment_mode, norm_type
         options = {"bias_correction": bias_correction, "weight_decay": 0.1, "grad_averaging": grad_averaging}
         options |= {"reg_inside_moment": moment_mode == 0, "norm_type": norm_type}
         assert_step("multi_tensor_novograd", lists, args, formula("novograd", "mn", step, **options), beside=[norms])
-
-
-@OPTION("norm_type", [0, 2], ids=["inf", "l2"])
-@OPTION("bad", [float("inf"), float("nan")], ids=str)
-def test_novograd_raises_the_flag_and_goes_on(bad, norm_type):
-    """nan counts in the largest element too; tensors without it are stepped whatever the flag says."""
-    lists = make([5, 7], [F32] * 3)
-    lists[0][1][3] = bad
-    norms, buf, before = torch.ones(2), flag(), copies(lists)
-    for _ in range(2):
-        call("multi_tensor_novograd", lists, norms, *ADAM, 1, 1, 0.1, 1, 1, norm_type, buf=buf)
-        assert buf.tolist() == [1]
-    assert norms[0].isfinite()
-    assert not norms[1].isfinite()
-    assert norms[1].isnan() == torch.tensor(bad).isnan()
-    assert lists[1][0].isfinite().all()
-    assert not torch.equal(lists[1][0], before[1][0])
 
 
 # --- LAMB -------------------------------------------------------------------------------------------------------------
@@ -359,34 +341,7 @@ def test_a_flag_that_is_set_lets_nothing_happen(dtype, name, dtypes, args):
     assert not torch.equal(lists[1][0], before[1][0])
 
 
-# --- types and layouts in any mix -------------------------------------------------------------------------------------
-
-
-def test_mixed_lists_and_memory_formats_go_by_index():
-    """apex took the type from the first tensor and went through memory."""
-    shapes = [(2, 3, 4, 4), (6,), (2, 3, 4, 4), (5, 2), (2, 3, 4, 4)]
-    kinds = [F32, B16, F16, F32, F32]
-    g, p = ([t.to(k) for t, k in zip(randn(shapes, seed=s), kinds, strict=True)] for s in (0, 1))
-    m, v = randn(shapes, seed=2), [t.abs() for t in randn(shapes, seed=3)]
-    g[3], p[3] = g[3].t().contiguous().t(), randn([(5, 4)])[0][:, ::2]
-    for t, i in ((g, 0), (p, 2), (p, 4), (v, 4)):
-        t[i] = t[i].to(memory_format=torch.channels_last)
-    assert_step("multi_tensor_adam", [g, p, m, v], (*ADAM, 2, 1, 1, 0.1), adam(2, 1, 1, 0.1))
-
-
-def test_parameters_that_require_grad_are_stepped_in_grad_mode():
-    p = torch.nn.Parameter(torch.ones(3))
-    version = p._version
-    call("multi_tensor_adam", [[torch.ones(3)], [p], *([torch.zeros(3)] for _ in range(2))], 0.5, 0, 0, 0, 1, 1, 0, 0)
-    assert p.tolist() == [0.5] * 3
-    assert p.is_leaf
-    assert p._version > version
-
-
 # --- norms ------------------------------------------------------------------------------------------------------------
-
-PLACES = {"first": (0, 0), "last": (-1, -1), "middle": (5, 100)}
-NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @pytest.fixture(params=["int32", "float32"])
@@ -406,22 +361,6 @@ def test_norms(buf, device, kind, sizes, per_tensor):
     torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
     assert_same([tensors], before)
     assert buf.item() == 0
-
-
-@OPTION("preset", [0, 1])
-@OPTION("place", PLACES)
-@OPTION("bad", NON_FINITE)
-def test_norms_raise_the_flag_and_never_lower_it(bad, place, preset):
-    tensors = [torch.ones(n, dtype=torch.float16) for n in (777, 555) * 3]
-    buf = flag(preset)
-    amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
-    assert buf.tolist() == [preset]
-    tensor, element = PLACES[place]
-    tensors[tensor][element] = NON_FINITE[bad]
-    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], True)
-    assert buf.tolist() == [1]
-    assert not total.isfinite().any()
-    assert each.isfinite().sum() == 5
 
 
 # --- update_scale_hysteresis ------------------------------------------------------------------------------------------
@@ -475,21 +414,6 @@ def test_hysteresis(device, growth, backoff, interval, hysteresis):
             assert amp_C.update_scale_hysteresis(scale, clean, left, given, *rule) is scale
             want.update(found_inf)
             assert (scale.item(), clean.item(), left.item()) == (want.scale, want.clean, want.left)
-
-
-@OPTION(("found_inf", "want"), [(-1.0, (4.0, 0, 3)), (math.nan, (4.0, 0, 2))], ids=["negative", "nan"])
-def test_hysteresis_of_odd_flags(found_inf, want):
-    """Neither above 0 nor 0: the scale backs off at once; only what is not above 0 refills the tracker."""
-    state = [torch.tensor([8.0]), torch.tensor([5], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)]
-    amp_C.update_scale_hysteresis(*state, torch.tensor([found_inf]), 2.0, 0.5, 10, 3)
-    assert tuple(t.item() for t in state) == want
-
-
-def test_scale_does_not_grow_to_inf():
-    state = [torch.tensor([3e38]), torch.tensor([9], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)]
-    amp_C.update_scale_hysteresis(*state, torch.zeros(1), 2.0, 0.5, 10, 1)
-    assert state[0].item() == torch.tensor(3e38).item()
-    assert state[1].item() == 0
 
 
 GOOD = [torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.zeros(1)]

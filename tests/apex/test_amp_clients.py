@@ -90,33 +90,6 @@ def test_all_reduce_after_accumulation(level, make, accumulation, misspelt):
     assert ampctx.amp.skipped_steps(optimizer) == 0  # the caller did that
 
 
-# Blocks, and what update_scale() of the first loss says then.
-FLAGS = {
-    "of-a-plain-block": ([(INF, {})], True),
-    "of-a-plain-block-before": ([(INF, {}), (1.0, {"delay_overflow_check": True})], False),
-    "of-another-loss": ([(INF, {"loss_id": 1}), (1.0, {"delay_overflow_check": True})], False),
-}
-
-
-@both
-@pytest.mark.parametrize(("blocks", "said"), FLAGS.values(), ids=FLAGS)
-def test_the_flag_of_a_plain_block_stays_with_the_step(make, blocks, said):
-    """update_scale() besides a block that has updated the scale itself moves it again, as in apex, and no more."""
-    model, optimizer = probe("O2", make, num_losses=2)
-    before, scaler = weights(optimizer), _amp_state.loss_scalers[0]
-    for factor, options in blocks:
-        backward(model, optimizer, factor, **options)
-    scale = scaler.loss_scale()
-    assert scaler.update_scale() is said
-    assert scaler.loss_scale() == (scale / 2 if said else scale)
-    optimizer.step()
-    assert same(weights(optimizer), before)
-    optimizer.zero_grad()
-    backward(model, optimizer, INF, delay_overflow_check=True)
-    assert scaler.update_scale() is True
-    assert optimizer._amp_stash.already_patched is False
-
-
 # --- copies of scale_loss ---------------------------------------------------------------------------------------------
 
 
@@ -218,68 +191,6 @@ def test_a_loop_by_hand_over_two_optimizers(level):
     assert _amp_state.loss_scalers[0].loss_scale() == 16.0
 
 
-@both
-def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(make):
-    """apex stepped on inf; here the flag waits for the step, and the scale for somebody who asks."""
-    model, optimizer = probe("O2", make)
-    before = weights(optimizer)
-    with by_hand(model.loss(INF), optimizer, delay_overflow_check=True) as scaled:
-        scaled.backward()
-    assert optimizer._amp_stash.already_patched is True
-    optimizer.step()
-    optimizer.zero_grad()
-    assert same(weights(optimizer), before)
-    assert _amp_state.loss_scalers[0].loss_scale() == 4096.0
-    with by_hand(model.loss(1.0), optimizer) as scaled:
-        scaled.backward()
-    assert _amp_state.loss_scalers[0].loss_scale() == 2048.0
-
-
-@both
-@each_kind
-def test_an_exception_in_a_loop_by_hand(level, make):
-    """The next prepare gives up what came of it, and the gradients of before are still there."""
-    model, optimizer = probe(level, make)
-    with by_hand(model.loss(2.0), optimizer) as scaled:
-        scaled.backward()
-    with pytest.raises(ValueError, match="mine"), by_hand(model.loss(3.0), optimizer) as scaled:
-        scaled.backward()
-        raise ValueError("mine")
-    with by_hand(model.loss(1.0), optimizer) as scaled:
-        scaled.backward()
-    assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [
-        [3.0] * p.numel() for p in amp.master_params(optimizer)
-    ]
-    optimizer._prepare_amp_backward()
-    ampctx.amp.reset()  # a loop that was left open does not stand in the way
-
-
-@each_kind
-def test_prepared_and_then_left_to_the_step(level):
-    """post was never called: the step unscales, by the scale of the first loss."""
-    model, optimizer = probe(level)
-    optimizer._prepare_amp_backward()
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-    (model.loss(1.0) * 4096.0).backward()
-    before = weights(optimizer)
-    optimizer.step()
-    assert same(weights(optimizer), [w - 0.125 for w in before])
-
-
-@each_kind
-def test_post_without_prepare_and_gradients_that_the_client_has_unscaled(level):
-    model, optimizer = probe(level)
-    (model.loss(1.0) * 4096.0).backward()
-    optimizer._post_amp_backward(_amp_state.loss_scalers[0])
-    assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
-    optimizer.zero_grad()
-    backward(model, optimizer, delay_unscale=True)
-    for p in model.parameters():
-        p.grad.div_(4096.0)
-    optimizer._amp_stash.params_have_scaled_gradients = False
-    assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
-
-
 @each_kind
 def test_a_scaler_of_the_clients_own(level):
     """Not one of the session: the gradients are its, and so is the flag."""
@@ -304,32 +215,6 @@ def test_a_scaler_of_the_clients_own(level):
 
 
 # --- smaller habits ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("outputs", [None, torch.float16], ids=["default", "cast_model_outputs"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_forward_of_a_wrapped_model_patched_by_the_options(level, outputs):
-    """The workaround for DataParallel: casts put around its forward according to opt_properties."""
-    model, _ = start(amp, level, cast_model_outputs=outputs)
-    parallel = torch.nn.DataParallel(model)
-    options = _amp_state.opt_properties.options
-    if options.get("cast_model_type", None):
-        old, low = parallel.forward, options["cast_model_type"]
-        out = options["cast_model_outputs"] if options.get("cast_model_outputs") is not None else torch.float32
-        applier, to_type = amp._initialize.applier, amp._initialize.to_type
-
-        def forward(*args, **kwargs):
-            args = applier(args, lambda t: to_type(low, t))
-            return applier(old(*args, **kwargs), lambda t: to_type(out, t))
-
-        parallel.forward = forward
-    result = parallel(torch.ones(3, 4))
-    assert result.dtype == (outputs or (torch.float16 if level == "O1" else torch.float32))
-    result.float().sum().backward()
-    again = model.forward
-    model.forward = lambda *args: again(*args)
-    assert parallel(torch.ones(3, 4)).dtype == result.dtype
-    del model.forward
 
 
 def test_clear_cache_in_an_evaluation_loop():

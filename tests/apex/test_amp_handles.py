@@ -70,19 +70,6 @@ def test_registered_functions_are_installed():
     assert (module.double(FLOAT), module.mm) == (torch.float32, torch.mm)
 
 
-@pytest.mark.parametrize("inner_first", [True, False])
-def test_two_handles(inner_first):
-    outer = amp.init()
-    inner = amp.init(patch_type=torch.bfloat16)
-    assert (_amp_state.handle, dtype_of_mm()) == (inner, torch.bfloat16)
-    first, second = (inner, outer) if inner_first else (outer, inner)
-    first._deactivate()
-    assert dtype_of_mm() == (torch.float16 if inner_first else torch.bfloat16)
-    assert _amp_state.handle.is_active()
-    second._deactivate()
-    assert dtype_of_mm() == torch.float32
-
-
 def test_disabled():
     handle = amp.init(enabled=False)
     assert not hasattr(_amp_state, "handle")
@@ -114,25 +101,6 @@ def test_is_active_can_be_set(made_by):
     assert handle.is_active()
     assert model(FLOAT).dtype == dtype_of_mm() == low
     assert decorated(HALF) == torch.float32
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_deactivate_the_casts_of_a_level(level):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    handle = _amp_state.handle
-    handle._deactivate()
-    assert (handle.is_active(), dtype_of_mm(), model(FLOAT).dtype) == (False, torch.float32, torch.float32)
-    with amp.scale_loss(model(FLOAT).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    # As between two runs of a test of apex's: initialized again without a reset.
-    other = torch.nn.Linear(2, 2)
-    amp.initialize(other, opt_level=level, verbosity=0)
-    assert _amp_state.handle is not handle
-    assert _amp_state.handle.is_active()
-    assert other(FLOAT).dtype != torch.float32
 
 
 # --- what detection libraries do at import ----------------------------------------------------------------------------

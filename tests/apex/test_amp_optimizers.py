@@ -1,20 +1,17 @@
 """What apex put on an optimizer: ``_amp_stash`` and the private methods, as views on the optimizer's binding."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
-from kit import LOW, OPTIMIZERS, Probe, each_copy, every_level
+from kit import LOW, OPTIMIZERS, Probe, every_level
 from processes import output
 
 import ampctx
 from ampctx import AmpError, AmpTypeError
 
-each_kind = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 both = pytest.mark.parametrize("make", BOTH)
 METHODS = ["_lazy_init_maybe_master_weights", "_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward"]
@@ -90,62 +87,6 @@ def test_apex_imported_late_and_uninstalled():
     assert output("-c", IN_FRESH_PROCESS) == ""
 
 
-@pytest.mark.full(but=2)
-@both
-@each_kind
-def test_freed_without_the_collector(level, make):
-    gc.collect()
-    gc.disable()
-    try:
-        model, optimizer = probe(level, make)
-        backward(model, optimizer)
-        optimizer._amp_stash.mine = 1
-        optimizer._prepare_amp_backward()
-        (model.loss(1.0) * 4096.0).backward()
-        optimizer._post_amp_backward(amp._amp_state.loss_scalers[0])
-        optimizer.step()
-        watched = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer.param_groups[0]["params"][0])]
-        del model, optimizer
-        assert [w() for w in watched] == [None] * 3
-    finally:
-        gc.enable()
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-@each_copy
-@pytest.mark.parametrize("name", [*BOTH, "LARC"])
-@each_kind
-def test_copies_leave_the_stamps_behind(level, name, copied):
-    model, optimizer = probe(level, name)
-    backward(model, optimizer)
-    twin = copied(optimizer)
-    assert stamped(twin) == []
-    before = weights(optimizer)
-    for group in twin.param_groups:
-        for p in group["params"]:
-            p.grad = torch.ones_like(p)
-    if level in ("O2", "O5"):
-        with pytest.raises(AmpError, match="is a copy of one under amp"):
-            twin.step()
-    else:
-        twin.step()
-    assert same(weights(optimizer), before)
-    optimizer.step()
-    assert not same(weights(optimizer), before)
-
-
-def test_a_copied_stash_is_an_empty_one():
-    _, optimizer = probe()
-    twin = copy.deepcopy(optimizer._amp_stash)
-    assert twin.lazy_init_called is False
-    for name in ("all_fp16_params", "params_have_scaled_gradients", "already_patched"):
-        assert not hasattr(twin, name)
-    twin.mine = 1
-    assert twin.mine == 1
-
-
 # --- the stash --------------------------------------------------------------------------------------------------------
 
 
@@ -189,87 +130,7 @@ def test_lists_without_master_weights():
     assert not hasattr(stash, "all_fp32_from_fp16_params")
 
 
-def test_computed_lists_cannot_be_assigned_and_the_rest_can():
-    _, optimizer = probe()
-    stash = optimizer._amp_stash
-    with pytest.raises(AttributeError, match="all_fp16_params is computed from optimizer.param_groups"):
-        stash.all_fp16_params = []
-    stash.mine = [1]
-    assert optimizer._amp_stash.mine == [1]
-    assert stash.lazy_init_called is True
-    stash.lazy_init_called = True
-    with pytest.raises(AttributeError, match="'AmpOptimizerState' object has no attribute 'nothing'"):
-        stash.nothing  # noqa: B018
-
-
-@both
-@each_kind
-def test_already_patched_tells_of_a_skip_to_come(level, make):
-    model, optimizer = probe(level, make)
-    stash = optimizer._amp_stash
-    assert stash.already_patched is False
-    backward(model, optimizer, float("inf"))
-    assert stash.already_patched is True
-    optimizer.zero_grad()
-    optimizer.step()
-    assert stash.already_patched is False
-    stash.already_patched = True
-    assert stash.already_patched is True
-    backward(model, optimizer)
-    before = weights(optimizer)
-    optimizer.step()
-    assert not same(weights(optimizer), before)  # assigning it decides nothing
-    stash.already_patched = False
-    assert stash.already_patched is False
-
-
-@each_kind
-def test_params_have_scaled_gradients_after_delayed_blocks(level):
-    model, optimizer = probe(level)
-    stash = optimizer._amp_stash
-    assert stash.params_have_scaled_gradients is False
-    backward(model, optimizer, delay_unscale=True)
-    assert stash.params_have_scaled_gradients is True
-    backward(model, optimizer)
-    assert stash.params_have_scaled_gradients is False
-
-
-@both
-@with_masters
-def test_dropping_master_gradients_through_the_stash(level, make):
-    """Also those that wait in 16 bits for a fused optimizer."""
-    model, optimizer = probe(level, make)
-    backward(model, optimizer)
-    for p in optimizer._amp_stash.all_fp32_from_fp16_params:
-        p.grad = None
-    assert [p.grad for p in optimizer._amp_stash.all_fp32_from_fp16_params] == [None]
-    master = optimizer._amp_stash.all_fp32_from_fp16_params[0]
-    before = master.detach().clone()
-    optimizer.step()
-    assert torch.equal(master, before)
-    backward(model, optimizer)
-    optimizer.step()
-    assert not torch.equal(master, before)
-
-
 # --- the methods ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lazy_init", ["_lazy_init_maybe_master_weights", "_amp_lazy_init"])
-@each_kind
-def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
-    model, optimizer = probe(level)
-    params = list(optimizer.param_groups[0]["params"])
-    getattr(optimizer, lazy_init)()
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    getattr(optimizer, lazy_init)()
-    assert params[0].tolist() == [3.0] * 3
-    backward(model, optimizer, delay_unscale=True)
-    getattr(optimizer, lazy_init)()  # leaves the scaled gradients alone
-    backward(model, optimizer)
-    assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [[2.0] * p.numel() for p in params]
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
 
 
 @with_masters

@@ -1,20 +1,16 @@
 """apex.amp._amp_state shows the default session, and what is written there reaches it."""
 
-import copy
-import sys
-
 import pytest
 import torch
-from amp_models import Probe, backward, probe
+from amp_models import Probe, probe
 from apex import amp
 from apex.amp import _amp_state
 from apex.amp._amp_state import AmpState, maybe_print, warn_or_err
 from apex.amp.frontend import O3, Properties, opt_levels
 from apex.amp.scaler import LossScaler
-from processes import output
 
 import ampctx
-from ampctx import AmpError, AmpTypeError, AmpValueError
+from ampctx import AmpError
 from ampctx.spi import session
 
 
@@ -142,18 +138,6 @@ def test_a_written_scale_is_in_the_next_block(level, value):
     assert _amp_state.loss_scalers[0].loss_scale() == _amp_state.loss_scalers[0]._loss_scale == value
 
 
-def test_the_session_moves_and_the_view_shows_it():
-    model, optimizer = probe()
-    scaler = _amp_state.loss_scalers[0]
-    assert (scaler.loss_scale(), scaler._unskipped) == (4096.0, 0)
-    backward(model, optimizer)
-    assert (scaler.loss_scale(), scaler._unskipped) == (4096.0, 1)
-    backward(model, optimizer, float("inf"))
-    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 0)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
-    assert (scaler.loss_scale(), scaler._unskipped) == (8.0, 3)
-
-
 @pytest.mark.parametrize("assign", ["item", "slice", "whole"])
 def test_an_assigned_scaler_is_what_optimizers_use(assign):
     _, optimizer = probe()
@@ -168,17 +152,6 @@ def test_an_assigned_scaler_is_what_optimizers_use(assign):
     with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled:
         assert scaled.item() == 128.0
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
-
-
-def test_scalers_alone_can_be_added_and_taken_away():
-    _, optimizer = probe()
-    _amp_state.loss_scalers.append(LossScaler(8.0))
-    with amp.scale_loss(torch.tensor(1.0), optimizer, loss_id=1) as scaled:
-        assert scaled.item() == 8.0
-    del _amp_state.loss_scalers[1]
-    assert len(_amp_state.loss_scalers) == len(session.loss_scales) == 1
-    with pytest.raises(AmpTypeError, match="loss_scalers takes apex.amp.scaler.LossScaler objects only"):
-        _amp_state.loss_scalers[0] = 128.0
 
 
 # --- opt_properties ---------------------------------------------------------------------------------------------------
@@ -223,23 +196,6 @@ def test_assigning_an_option_reaches_the_session():
         _amp_state.opt_properties.options["nothing"] = 1
 
 
-def test_kept_over_a_reset():
-    probe()
-    properties = _amp_state.opt_properties
-    session.reset()
-    assert properties.enabled is False
-    with pytest.raises(AmpError, match="opt_properties.enabled was assigned before amp.initialize"):
-        properties.enabled = True
-
-
-def test_a_copy_of_the_options_is_a_dict_of_its_own():
-    probe()
-    twin = copy.deepcopy(_amp_state.opt_properties)
-    assert type(twin.options) is dict
-    twin.enabled = False
-    assert session.policy.enabled is True
-
-
 # --- Properties and levels by hand ------------------------------------------------------------------------------------
 
 
@@ -266,40 +222,6 @@ def test_levels(level):
     assert type(opt_levels["O3"]) is O3
 
 
-@pytest.mark.parametrize(
-    ("level", "name", "value", "stored"),
-    [
-        ("O2", "loss_scale", "128.0", 128.0),
-        ("O2", "keep_batchnorm_fp32", "False", False),
-        ("O1", "patch_torch_functions", False, False),
-        ("O2", "master_weights", None, None),
-    ],
-    ids=lambda v: str(v),
-)
-def test_assignments_are_converted(level, name, value, stored):
-    properties = opt_levels[level](Properties())
-    setattr(properties, name, value)
-    assert getattr(properties, name) == stored
-    assert type(getattr(properties, name)) is type(stored)
-
-
-@pytest.mark.parametrize(
-    ("level", "name", "value", "message"),
-    [
-        ("O1", "cast_model_type", torch.float16, "at O1 weights stay fp32"),
-        ("O1", "master_weights", True, "has no meaning at O1"),
-        ("O1", "loss_scale", "much", "loss_scale is 'much'"),
-        ("O1", "patch_torch_functions_type", torch.bfloat16, "expected float16 at O1"),
-    ],
-)
-def test_bad_assignments(level, name, value, message):
-    properties = opt_levels[level](Properties())
-    before = getattr(properties, name)
-    with pytest.raises(AmpValueError, match=message):
-        setattr(properties, name, value)
-    assert getattr(properties, name) is before
-
-
 # --- what apex.amp and apex itself have -------------------------------------------------------------------------------
 
 
@@ -314,27 +236,6 @@ def test_what_programs_import_of_the_rest():
     assert result["n"] == 3
     assert amp.compat.filter_attrs(torch, ["mm", "nope"]) == ["mm"]
     assert amp.rnn_compat.has_old_rnns() is False
-
-
-def test_importing_says_nothing():
-    """In a fresh process, where a warning is an error. Modules are attributes, also before their import."""
-    names = ("_amp_state", "_initialize", "amp", "compat", "frontend", "handle", "rnn_compat", "scaler")
-    modules = ", ".join(f"apex.amp.{name}" for name in names)
-    imports = f"import apex; apex.parallel.Reducer, apex.normalization, {modules}; import {modules}"
-    assert output("-c", f"import ampctx_apex; ampctx_apex.install_apex(); {imports}") == ""
-
-
-def test_the_state_shadows_its_module():
-    import apex.amp._amp_state as imported
-    from apex.amp import _amp_state as of_package
-    from apex.amp._amp_state import AmpState, _amp_state, master_params, maybe_print, warn_or_err
-
-    assert isinstance(_amp_state, AmpState)
-    assert amp._amp_state is of_package is _amp_state is imported is imported._amp_state
-    assert sys.modules["apex.amp._amp_state"]._amp_state is _amp_state
-    assert callable(maybe_print)
-    assert callable(warn_or_err)
-    assert master_params is ampctx.amp.master_params
 
 
 # --- helpers of apex itself -------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """The distribution ampctx-apex: programs for apex run with plain ``python``; an apex from elsewhere is never hidden."""
 
 import importlib.metadata
-import re
-import shutil
 import sys
 import zipfile
 from email.parser import Parser
@@ -13,10 +11,8 @@ import pytest
 from ampctx_apex import install
 
 import ampctx
-from ampctx.kernels import extension
 
 ROOT = environments.ROOT
-DIGITS = ROOT / "examples" / "apex_digits.py"
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +54,6 @@ def test_the_wheel_has_its_modules_and_one_file_for_the_start_of_python(wheel):
     assert line == "import ampctx_apex.startup; ampctx_apex.startup.serve()\n"
     assert metadata["Version"] == ampctx.__version__
     assert metadata.get_all("Requires-Dist")[0] == f"ampctx=={ampctx.__version__}"
-
-
-@pytest.mark.full
-def test_an_editable_install_serves_apex_too(new_environment, tmp_path):
-    command = ["install", "--no-deps", "--no-index", "--no-build-isolation", "-e", environments.sources(tmp_path)]
-    new_environment.pip(*command)
-    assert new_environment.run("-c", "from apex import amp; print(amp.__name__)") == "apex.amp\n"
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -118,13 +107,8 @@ def test_a_program_trains_with_plain_python(environment, tmp_path):
 
 
 STATEMENTS = [
-    "import apex; print(apex.amp.initialize)",
     "import apex.amp; print(apex.amp.initialize)",
-    "import apex.optimizers as o; print(o.FusedAdam)",
     "import amp_C, apex; print(amp_C.multi_tensor_scale, apex.amp)",
-    "import apex_C; print(apex_C.flatten)",
-    "import fused_weight_gradient_mlp_cuda as w; print(w.wgrad_gemm_accum_fp32)",
-    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss; print(SoftmaxCrossEntropyLoss)",
     "from apex.normalization.fused_layer_norm import FusedLayerNorm; print(FusedLayerNorm)",
     "import importlib.util as u; print(u.find_spec('apex.amp').origin)",
     "import runpy, warnings; warnings.simplefilter('ignore'); print(runpy.run_module('apex.amp.scaler')['LossScaler'])",
@@ -163,40 +147,6 @@ def test_a_variable_switches_the_names_off(environment):
     code = "import importlib.util; print(importlib.util.find_spec('amp_C'))"
     assert environment.run("-c", code, AMPCTX_APEX="0") == "None\n"
     assert info(environment, AMPCTX_APEX="0") == "not served, because AMPCTX_APEX=0"
-
-
-@pytest.mark.full
-def test_without_ampctx_there_is_no_apex(wheel, tmp_path):
-    alone = environments.Environment(tmp_path / "alone")
-    alone.install(wheel)
-    assert "No module named 'ampctx'" in alone.run("-c", "import apex", code=1)
-
-
-CHILDREN = """
-import multiprocessing, subprocess, sys
-from apex.optimizers import FusedAdam
-
-def work(cls):
-    from apex import amp
-    print("spawned", cls.__name__, amp.scale_loss.__name__, flush=True)
-
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=work, args=(FusedAdam,))
-    child.start()
-    child.join()
-    print("exit", child.exitcode, flush=True)
-    subprocess.run([sys.executable, "-c", "import amp_C; print('started')"], check=True)
-"""
-
-
-@pytest.mark.full
-def test_children_of_a_program_and_modules(environment, tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text(CHILDREN)
-    run = ["-m", "ampctx_apex", "run"]
-    for arguments in (["package/train.py"], ["-m", "package.train"], [*run, "package/train.py"]):
-        out = environment.run(*arguments, cwd=tmp_path)
-        assert out.splitlines() == ["spawned FusedAdam scale_loss", "exit 0", "started"]
 
 
 # --- beside another apex ----------------------------------------------------------------------------------------------
@@ -239,51 +189,6 @@ def test_another_apex_in_the_same_directory_stays_in_use(new_environment, wheel,
     assert "No module named 'amp_C'" in new_environment.run("-c", "import amp_C", code=1)
 
 
-@pytest.fixture
-def elsewhere(tmp_path):
-    """The folder of another apex, without metadata."""
-    (tmp_path / "elsewhere" / "apex" / "amp").mkdir(parents=True)
-    (tmp_path / "elsewhere" / "apex" / "__init__.py").write_text("KIND = 'other'")
-    return tmp_path / "elsewhere"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", ["earlier", "later"])
-def test_another_apex_of_another_directory_stays_in_use(new_environment, wheel, elsewhere, place):
-    new_environment.install(wheel)
-    variables = {"PYTHONPATH": str(elsewhere)} if place == "earlier" else {}
-    if place == "later":
-        (new_environment.site / "later.pth").write_text(f"{elsewhere}\n")
-    assert new_environment.run("-c", "import apex; print(apex.KIND)", **variables) == "other\n"
-    assert "No module named 'amp_C'" in new_environment.run("-c", "import amp_C", code=1, **variables)
-    error = new_environment.run("-c", "import importlib.metadata as m; m.version('apex')", code=1, **variables)
-    assert "PackageNotFoundError" in error
-    assert info(new_environment, **variables) == (
-        f"another apex, version unknown, in {elsewhere / 'apex'}, with amp. "
-        "Use 'ampctx-apex run', or run 'pip uninstall apex'"
-    )
-
-
-@pytest.mark.full
-def test_another_apex_of_a_finder_stays_in_use(environment, elsewhere):
-    """Editable installs may have finders instead of directories."""
-    code = f"""
-import sys
-from importlib.machinery import PathFinder
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return PathFinder.find_spec(name, [{str(elsewhere)!r}]) if name == "apex" else None
-sys.meta_path.append(Finder)
-import apex
-print(apex.KIND)
-"""
-    assert environment.run("-c", code) == "other\n"
-    # A program that makes its own apex gets no other module.
-    code = "import sys, types; sys.modules['apex'] = types.ModuleType('apex'); import amp_C"
-    assert "ModuleNotFoundError: No module named 'amp_C'" in environment.run("-c", code, code=1)
-
-
 @pytest.mark.full
 def test_a_folder_named_apex_is_no_apex(environment, tmp_path):
     """Such as a checkout of apex, in whose parent a program runs."""
@@ -301,34 +206,6 @@ def test_info_without_another_apex(environment, new_environment):
     )
 
 
-# --- both distributions -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_both_wheels_in_a_new_environment(wheel, tmp_path):
-    names = {"ampctx", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
-
-    def left_out(folder, found):
-        made = [name for name in found if name.endswith(".so") or name == "__pycache__"]
-        return set(found) - names if Path(folder) == ROOT else made
-
-    shutil.copytree(ROOT, tmp_path / "source", ignore=left_out)
-    environment = environments.Environment(tmp_path / "environment")
-    # With dependencies: ampctx-apex needs the version of the other wheel.
-    environment.pip("install", "--no-index", environments.wheel(tmp_path / "source", tmp_path / "wheels"), wheel)
-    # That wheel was built without kernels, for speed.
-    if extension.LIBRARY.exists():
-        shutil.copy(extension.LIBRARY, environment.site / "ampctx")
-    environment.pip("check")
-    (tmp_path / "train.py").write_text(TRAIN)
-    assert environment.run("train.py", cwd=tmp_path).splitlines()[:3] == ["True"] * 3
-    for level in ("O1", "O2"):
-        out = environment.run(DIGITS, "--opt-level", level, "--epochs", "2", cwd=tmp_path)
-        assert float(re.search(r"epoch 2: test accuracy ([\d.]+)%", out)[1]) > 90
-    out = environment.run("-c", "import apex, ampctx; print(apex.__file__); print(ampctx.__file__)")
-    assert all(line.startswith(str(environment.site)) for line in out.splitlines())
-
-
 # --- in this process --------------------------------------------------------------------------------------------------
 
 
@@ -343,19 +220,7 @@ def test_apex_has_a_version_and_is_among_all_distributions():
         importlib.metadata.version("no-such-package-of-anybody")
 
 
-@pytest.mark.parametrize("module", ["apex", "amp_C", "apex_C", "fused_weight_gradient_mlp_cuda", "xentropy_cuda"])
-def test_its_modules_lead_to_it(module):
-    assert importlib.metadata.packages_distributions()[module] == ["apex"]
-
-
 def test_the_roots_are_the_files_of_the_modules():
     modules = Path(install.MODULES)
     assert set(install.ROOTS) == {"apex", *(path.stem for path in modules.glob("*.py"))}
     assert not any(name in sys.stdlib_module_names for name in install.ROOTS)
-
-
-def test_the_version_goes_with_the_finder(monkeypatch):
-    finders = [f for f in sys.meta_path if not str(getattr(f, "__module__", "")).startswith("ampctx_apex.")]
-    monkeypatch.setattr(sys, "meta_path", finders)
-    with pytest.raises(importlib.metadata.PackageNotFoundError, match="apex"):
-        importlib.metadata.version("apex")

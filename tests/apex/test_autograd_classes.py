@@ -8,9 +8,8 @@ from apex import _autocast_utils
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import fused_layer_norm as norms
-from kit import traces_switches
 
-F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+B16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 NORM = ["normalized_shape", "eps", "memory_efficient"]
 LAYER, RMS = ["input", "weight", "bias"], ["input", "weight"]
 # Class -> apex's arguments of forward, the shapes of its tensors, and the arguments after them.
@@ -72,68 +71,6 @@ def test_gradients(kind):
     assert torch.autograd.gradgradcheck(function.apply, values)
 
 
-@each_class
-def test_a_context_without_autograd(kind):
-    """Such as that of a program's own recomputation: it has save_for_backward and saved_tensors."""
-    _, shapes, last = CLASSES[kind]
-
-    class Context:
-        def save_for_backward(self, *tensors):
-            self.saved_tensors = tensors
-
-    context, values = Context(), [t.detach() for t in tensors(kind, F32)]
-    out = kind.forward(context, *values, *last)
-    grads = kind.backward(context, torch.ones_like(out))
-    leaves = [t.requires_grad_() for t in values]
-    expected = kind.apply(*leaves, *last)
-    assert torch.equal(out, expected)
-    wanted = torch.autograd.grad(expected.sum(), leaves)
-    assert len(grads) >= len(shapes)
-    torch.testing.assert_close(grads[: len(shapes)], wanted)
-
-
-@each_class
-def test_a_subclass_has_its_own_forward_and_backward(kind):
-    last = CLASSES[kind][2]
-
-    class Doubled(kind):
-        @staticmethod
-        def forward(ctx, *arguments):
-            return 2.0 * kind.forward(ctx, *arguments)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            given = len(CLASSES[kind][1]) + len(last)
-            return kind.backward(ctx, 2.0 * grad_output)[:given]
-
-    values = tensors(kind)
-    assert torch.equal(Doubled.apply(*values, *last), 2.0 * kind.apply(*values, *last))
-    assert torch.autograd.gradcheck(lambda *t: Doubled.apply(*t, *last), values)
-
-
-@pytest.mark.parametrize(("dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, B16)], ids=str)
-@pytest.mark.parametrize("kind", [k for k in CLASSES if "Affine" in k.__name__ or k is FastLayerNormFN])
-def test_gradients_have_the_type_of_their_tensors(kind, dtype, parameter_dtype):
-    values = [t.detach().to(dtype if i == 0 else parameter_dtype) for i, t in enumerate(tensors(kind))]
-    for value in values:
-        value.requires_grad_()
-    out = of_program(kind).apply(*values)
-    of_weight = "Mixed" in kind.__name__ or kind is FastLayerNormFN
-    assert out.dtype == (parameter_dtype if of_weight else dtype)
-    out.sum().backward()
-    assert [t.grad.dtype for t in values] == [t.dtype for t in values]
-
-
-@traces_switches
-@pytest.mark.full(but=2)
-@pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN])
-def test_apply_compiles_as_one_graph(kind):
-    last = CLASSES[kind][2]
-    values = tensors(kind, F32)
-    compiled = torch.compile(lambda *t: kind.apply(*t, *last), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(*values), kind.apply(*values, *last))
-
-
 # --- apex._autocast_utils ---------------------------------------------------------------------------------------------
 
 
@@ -148,11 +85,3 @@ def test_casts_where_autocast_is_on():
             assert _autocast_utils._cast_if_autocast_enabled(*given)[0].dtype == F32
     one.sum().backward()
     assert given[0].grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", [F64, torch.int64, torch.bool], ids=str)
-def test_what_autocast_leaves(dtype):
-    value = torch.ones(2, dtype=dtype)
-    with torch.autocast("cpu", B16):
-        assert _autocast_utils._cast_if_autocast_enabled(value)[0] is value
-        assert _autocast_utils._cast_if_autocast_enabled(torch.ones(2, device="meta"))[0].dtype == F32

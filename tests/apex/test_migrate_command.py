@@ -5,7 +5,6 @@ import json
 import subprocess
 
 import pytest
-from processes import python
 
 pytest.importorskip("libcst")
 from ampctx_apex.cli import main
@@ -56,13 +55,9 @@ def test_report(tree, capsys):
 
 
 CODES = {
-    "nothing to do": (b"x = 1\n", [], 0),
     "to change": (BEFORE, [], 0),
-    "to change, check": (BEFORE, ["--check"], 1),
     "to change, write": (BEFORE, ["--write"], 0),
-    "kept, check": (b"import apex\n", ["--check"], 0),
     "manual": (MANUAL, [], 1),
-    "manual, write": (MANUAL, ["--write"], 1),
     "manual, check": (MANUAL, ["--check"], 1),
     "not Python": (b"import apex\nx = = 1\n", [], 2),
 }
@@ -83,45 +78,11 @@ def test_a_path_that_does_not_exist_is_named_and_the_others_are_done(tmp_path, c
     assert (tmp_path / "a.py").read_bytes() == AFTER
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
-    [
-        ([], 2, "usage: ampctx-apex migrate"),
-        (["--write", "--check", "x"], 2, "not allowed with"),
-        (["--to", "torch", "x"], 2, "unrecognized arguments"),
-        (["--help"], 0, "Rewrite apex imports to ampctx. Prints a diff; --write applies it."),
-    ],
-)
-def test_usage(arguments, code, shown, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["migrate", *arguments])
-    printed = capsys.readouterr()
-    assert (error.value.code, shown in printed.out + printed.err) == (code, True)
-
-
-@pytest.mark.full
-def test_it_needs_libcst_and_no_torch(tmp_path):
-    (tmp_path / "a.py").write_bytes(BEFORE)
-    code = f"import sys; sys.modules[sys.argv[1]] = None; sys.argv[1:] = ['migrate', {str(tmp_path)!r}]; "
-    code += "from ampctx_apex.cli import main; sys.exit(main())"
-    result = python("-c", code, "torch")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "1 file scanned, 1 to change." in result.stdout
-    result = python("-c", code, "libcst")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "pip install libcst" in result.stderr
-
-
 SHAPES = {
     "CRLF": BEFORE.replace(b"\n", b"\r\n"),
-    "mixed newlines": BEFORE + b"x = 1\r\ny = 2\n",
     "BOM": codecs.BOM_UTF8 + BEFORE,
-    "no final newline": BEFORE[:-1],
     "latin-1": b"# -*- coding: latin-1 -*-\ns = '\xe4' # \xdf\n" + BEFORE,
     "utf-8": "s = '\u20ac\U0001f600'; ".encode() + BEFORE,
-    "form feed": b"x = 1\n\x0c\n" + BEFORE,
-    "tabs": b"if x:\n\tfrom apex import amp\n\tamp.initialize()\n",
-    "invalid escape": b"s = '\\d'\n" + BEFORE,
     "layout": b"from  apex  import(amp)  ;x=1#c\nif(x) :\n   amp . initialize( m,\n\n  o )  \n\n\n",
     "CRLF, split": b"from apex import amp, optimizers\r\noptimizers.FusedAdam(amp)\r\n",
 }
@@ -143,11 +104,8 @@ def test_bytes_that_are_not_part_of_a_name_stay(tmp_path, before):
 
 BAD = {
     "binary": (b"apex \x00\x01\xff\xfe", "cannot be read"),
-    "null bytes": (b"import apex\x00\n", "line 1: cannot be parsed"),
     "not in its encoding": (b"import apex\ns = '\xe4'\n", "cannot be read"),
-    "unknown encoding": (b"# coding: klingon\nimport apex\n", "cannot be read: unknown encoding"),
     "Python 2": (b"import apex\nprint 1\n", "line 2: cannot be parsed"),
-    "indentation": (b"import apex\n  x = 1\n", "line 2: cannot be parsed"),
     "layout that libcst changes": (BEFORE + b"\\\nx = 1\n", "cannot be read: libcst does not keep the layout"),
 }
 
@@ -175,19 +133,6 @@ def test_directories_that_are_skipped(tmp_path):
     assert (tmp_path / ".hidden" / "a.py").read_bytes() == (tmp_path / "pkg" / "notes.txt").read_bytes() == AFTER
 
 
-def test_links(tmp_path, capsys):
-    real, root = tmp_path / "real", tmp_path / "root"
-    real.mkdir()
-    root.mkdir()
-    (real / "a.py").write_bytes(BEFORE)
-    for link, target in {"link.py": real / "a.py", "again.py": real / "a.py", "loop": root, "gone.py": "no"}.items():
-        (root / link).symlink_to(target)
-    assert main(["migrate", str(root), str(root / "loop"), "--write"]) == 0
-    assert "1 file scanned, 1 changed." in capsys.readouterr().out
-    assert (root / "link.py").is_symlink()
-    assert (real / "a.py").read_bytes() == AFTER
-
-
 def test_notebooks_are_named(tmp_path, capsys):
     cells = {"cells": [{"source": ["import torch\n", "from apex import amp\n"]}]}
     (tmp_path / "a.ipynb").write_text(json.dumps(cells, indent=1))
@@ -197,16 +142,9 @@ def test_notebooks_are_named(tmp_path, capsys):
     assert (tmp_path / "a.ipynb").read_bytes() == before
 
 
-def read_only(file, monkeypatch):
-    file.chmod(0o444)
-
-
-def long_name(file, monkeypatch):  # 255 bytes at most: there is no room for the name of a temporary file
-    file.rename(file.with_name("a" * 252 + ".py"))
-
-
-def changed_meanwhile(file, monkeypatch):
-    planned = cli.migrate
+def test_a_file_that_changed_meanwhile_is_told_of_and_not_written(tmp_path, capsys, monkeypatch):
+    file, planned = tmp_path / "a.py", cli.migrate
+    file.write_bytes(BEFORE)
 
     def slow(paths):
         results = planned(paths)
@@ -214,29 +152,12 @@ def changed_meanwhile(file, monkeypatch):
         return results
 
     monkeypatch.setattr(cli, "migrate", slow)
-
-
-FAILURES = [
-    (read_only, "cannot be written: [Errno 13] Permission denied"),
-    (long_name, "cannot be written: [Errno 36] File name too long"),
-    (changed_meanwhile, "cannot be written: the file changed while ampctx-apex migrate was running"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
-def test_what_could_not_be_written_is_told_and_not_claimed(tmp_path, capsys, monkeypatch, spoil, reason):
-    (tmp_path / "a.py").write_bytes(BEFORE)
-    (tmp_path / "b.py").write_bytes(BEFORE)
-    spoil(tmp_path / "a.py", monkeypatch)
     assert main(["migrate", str(tmp_path), "--write", "--json"]) == 2
-    failed, written = (result := json.loads(capsys.readouterr().out))["files"]
-    assert failed["error"].startswith(reason)
-    assert (failed["diff"], written["error"], bool(written["diff"])) == ("", None, True)
-    assert [f["file"] for f in result["findings"]] == [written["file"]]
-    assert result["summary"] == {"files": 2, "changed": 1, "moved": 1, "adapted": 0, "manual": 0, "errors": 1}
-    first, second = sorted(tmp_path.iterdir())
-    assert first.read_bytes().startswith(BEFORE)
-    assert second.read_bytes() == AFTER
+    (failed,) = (result := json.loads(capsys.readouterr().out))["files"]
+    assert failed["error"].startswith("cannot be written: the file changed while ampctx-apex migrate was running")
+    assert (failed["diff"], result["findings"]) == ("", [])
+    assert result["summary"] == {"files": 1, "changed": 0, "moved": 0, "adapted": 0, "manual": 0, "errors": 1}
+    assert file.read_bytes() == BEFORE + b"# new\n"
 
 
 def test_a_result_that_is_not_python_is_not_written(tmp_path, capsys, monkeypatch):

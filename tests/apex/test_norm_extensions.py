@@ -1,7 +1,5 @@
 """fused_layer_norm_cuda, fused_mix_prec_layer_norm_cuda and fast_layer_norm against autograd in fp64."""
 
-import pickle
-
 import fast_layer_norm
 import fused_layer_norm_cuda as norms
 import fused_mix_prec_layer_norm_cuda as mixed
@@ -75,21 +73,6 @@ def test_gradients_from_the_output(centers, affine, dtype):
         torch.testing.assert_close(got.double(), wanted, rtol=1e3 * small, atol=1e3 * small)
 
 
-@pytest.mark.parametrize("value", [0.0, -1e-9])
-def test_a_weight_of_nearly_0_gives_finite_gradients_from_the_output(value):
-    x, (weight, bias), dout = norm_tensors(2, F32, F32)
-    weight[1, 2] = value
-    out, _, invvar = norms.forward_affine(x, SHAPE, weight, bias, EPS)
-    for grad in norms.backward_affine(dout, None, invvar, out, SHAPE, weight, bias, EPS, True):
-        assert grad.isfinite().all()
-    rows = (5, 12)
-    z, _, rsigma = fast_layer_norm.ln_fwd(x.view(rows), weight.view(-1), bias.view(-1), EPS)
-    for grad in fast_layer_norm.ln_bwd(
-        dout.view(rows), z, None, rsigma, weight.view(-1), bias.view(-1), memory_efficient=True
-    )[:3]:
-        assert grad.isfinite().all()
-
-
 @pytest.mark.parametrize(("dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, B16), (F16, B16)], ids=str)
 @pytest.mark.parametrize("module", [norms.forward_affine_mixed_dtypes, mixed.forward_affine], ids=["apex", "Megatron"])
 def test_other_parameters_than_input(module, dtype, parameter_dtype):
@@ -129,55 +112,19 @@ def test_fast_layer_norm(dtype, parameter_dtype):
             assert_near(got, value.reshape(got.shape))
 
 
-def test_a_pickle_finds_the_functions():
-    assert pickle.loads(pickle.dumps(norms.rms_backward)) is norms.rms_backward
-
-
-def test_any_strides_and_a_whole_number_as_shape():
-    x, (weight, bias), dout = norm_tensors(2, F32, F32)
-    assert torch.equal(norms.forward(x, 4, EPS)[0], norms.forward(x, (4,), EPS)[0])
-    wanted = norms.forward_affine(x, SHAPE, weight, bias, EPS)
-    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, weight, bias, dout)]
-    got = norms.forward_affine(strided[0], SHAPE, *strided[1:3], EPS)
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
-    grads = norms.backward_affine(dout, *wanted[1:], x, SHAPE, weight, bias, EPS)
-    again = norms.backward_affine(strided[3], *got[1:], strided[0], SHAPE, *strided[1:3], EPS)
-    for a, b in zip(again, grads, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_no_gradient_flows_and_autocast_has_no_part_in_it():
-    x, (weight, bias), _ = norm_tensors(2, F32, F32)
-    wanted = norms.forward_affine(x, SHAPE, weight, bias, EPS)
-    with torch.autocast("cpu", B16):
-        got = norms.forward_affine(x.requires_grad_(), SHAPE, weight, bias, EPS)
-    assert not any(t.requires_grad for t in got)
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
 X, (WEIGHT, BIAS), DOUT = norm_tensors(2, F32, F32)
 _, MEAN, INVVAR = norms.forward_affine(X, SHAPE, WEIGHT, BIAS, EPS)
 WRONG = {
     "no tensor": ("forward", (None, SHAPE, EPS), AmpTypeError, "input must be a tensor, got NoneType"),
-    "integers": ("forward", (X.int(), SHAPE, EPS), AmpTypeError, "input has dtype torch.int32, expected float32 or"),
     "shape": ("forward", (X, (4, 3), EPS), AmpValueError, r"input has shape \(5, 3, 4\), expected \[\*, 4, 3\]"),
-    "empty shape": ("rms_forward", (X, (), EPS), AmpValueError, "normalized_shape is empty, expected one dimension"),
-    "too few dimensions": ("forward", (X[0, 0], SHAPE, EPS), AmpValueError, r"input has shape \(4,\), expected"),
     "weight": ("forward_affine", (X, SHAPE, WEIGHT[0], BIAS, EPS), AmpValueError,
         r"weight has shape \(4,\), expected \(3, 4\)"),
-    "no weight": ("forward_affine", (X, SHAPE, None, BIAS, EPS), AmpTypeError, "weight must be a tensor, got NoneType"),
     "bias": ("forward_affine_mixed_dtypes", (X, SHAPE, WEIGHT, BIAS.to("meta"), EPS), AmpValueError,
         "bias is on meta, and input is on cpu"),
-    "complex weight": ("rms_forward_affine", (X, SHAPE, WEIGHT.to(torch.complex64), EPS), AmpTypeError,
-        "weight has dtype torch.complex64"),
     "dout": ("backward", (DOUT[0], MEAN, INVVAR, X, SHAPE, EPS), AmpValueError,
         r"dout has shape \(3, 4\), expected \(5, 3, 4\)"),
-    "no mean": ("backward", (DOUT, None, INVVAR, X, SHAPE, EPS), AmpTypeError, "mean must be a tensor, got NoneType"),
     "mean": ("backward_affine", (DOUT, MEAN[1:], INVVAR, X, SHAPE, WEIGHT, BIAS, EPS), AmpValueError,
         r"mean has shape \(4,\), expected \(5,\)"),
-    "invvar": ("rms_backward_affine", (DOUT, INVVAR.view(5, 1), X, SHAPE, WEIGHT, EPS), AmpValueError,
-        r"invvar has shape \(5, 1\), expected \(5,\)"),
     "input": ("rms_backward", (DOUT, INVVAR, [X], SHAPE, EPS), AmpTypeError,
         "input_or_output must be a tensor, got list"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm
 from kernel_cases import norm_formula, norm_tensors
 from torch import nn
 
-from ampctx import AmpValueError, amp
+from ampctx import AmpValueError
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHAPE = (3, 4)
@@ -111,16 +111,6 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize(("input_dtype", "parameter_dtype"), [(F32, F32), (F16, F16), (B16, F32), (F32, F16)], ids=str)
-@pytest.mark.parametrize(("kind", "function"), MODULES.items())
-def test_modules(kind, function, input_dtype, parameter_dtype):
-    module = kind(SHAPE, eps=EPS).to(parameter_dtype)
-    x = tensors(function, input_dtype, parameter_dtype)[0]
-    out = module(x)
-    assert torch.equal(out, getattr(fused_layer_norm, function)(x, *module.parameters(), SHAPE, EPS))
-    assert out.dtype == (parameter_dtype if "mixed" in function else input_dtype)
-
-
 @pytest.mark.parametrize("kind", MODULES)
 def test_state(kind):
     module = kind(4, memory_efficient=True)
@@ -144,11 +134,6 @@ def test_without_parameters(kind, base):
     assert torch.equal(module(x), base([3, 4], EPS, False)(x))
 
 
-def test_repr():
-    assert repr(FusedLayerNorm(10)) == "FusedLayerNorm((10,), eps=1e-05, elementwise_affine=True)"
-    assert repr(MixedFusedRMSNorm((2, 3))) == "MixedFusedRMSNorm((2, 3), eps=1e-05, elementwise_affine=True)"
-
-
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_forms_are_affine(kind):
     message = f"{kind.__name__} does not support `elementwise_affine"
@@ -156,39 +141,6 @@ def test_mixed_forms_are_affine(kind):
         assert kind(4, elementwise_affine=True).weight is not None
     with pytest.warns(UserWarning, match=message), pytest.raises(AmpValueError, match=f"{message} = False`"):
         kind(4, elementwise_affine=False)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", [*MODULES, FastLayerNorm])
-def test_traced_and_scripted_and_on_meta(kind):
-    module, x = kind(4), torch.randn(3, 4)
-    assert torch.equal(torch.jit.trace(module, x)(x), module(x))
-    if kind is not FastLayerNorm:
-        assert torch.equal(torch.jit.script(module)(x), module(x))
-    out = module.to("meta")(torch.empty(3, 4, device="meta", dtype=F16))
-    assert (out.device.type, out.shape) == ("meta", (3, 4))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize("kind", [*MODULES, FastLayerNorm])
-def test_training(kind, level):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), kind(4), nn.Linear(4, 2))
-    before = model[1].weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen = []
-    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    x = torch.randn(8, 4)
-    for _ in range(2):
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert set(seen) == {{"O0": F32, "O5": B16}.get(level, F16)}
-    assert model[1].weight.dtype == {"O2": F16, "O3": F16, "O5": B16}.get(level, F32)
-    assert not torch.equal(model[1].weight.float(), before)
-    assert torch.isfinite(model[1].weight).all()
 
 
 @pytest.mark.cuda

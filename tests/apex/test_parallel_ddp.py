@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import warnings
 
 import apex_on_ranks  # noqa: F401
 import pytest
@@ -10,11 +9,10 @@ import torch
 import torch.distributed as dist
 from apex.parallel import DistributedDataParallel, Reducer
 from apex.parallel.distributed import flat_dist_call
-from kit import COPIES
-from rank_processes import RANK, RANKS, all_ranks, on_ranks
+from rank_processes import RANK, RANKS, on_ranks
 from torch import nn
 
-from ampctx import AmpError, AmpValueError, amp, optimizers
+from ampctx import AmpError, AmpValueError, amp
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # Options, and what becomes of the gradients of weight, 2 and 6 on the two ranks, and of bias, 2 and 2.
@@ -61,36 +59,6 @@ def test_gradients_are_joined(dtype, hook):
     assert joined(DistributedDataParallel(ones_model(dtype), **options)) == [[weight], [bias]]
 
 
-@pytest.mark.full(but=4)
-@pytest.mark.parametrize("hook", HOOKS)
-@on_ranks(1)
-def test_one_process_keeps_its_gradients(hook):
-    divisor = 2.0 if hook == "predivided-sum" else 1.0
-    assert joined(DistributedDataParallel(ones_model(), **HOOKS[hook][0])) == [[2.0 / divisor], [2.0 / divisor]]
-
-
-@pytest.mark.parametrize("name", COPIES)
-@on_ranks(2)
-def test_a_copy_joins_gradients_the_same_way(name):
-    assert joined(COPIES[name](DistributedDataParallel(ones_model(), gradient_average=False))) == [[8.0], [4.0]]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"gradient_predivide_factor": 1.0, "gradient_average": False}, torch.inf),
-        ({"allreduce_always_fp32": True}, 40000.0),
-        ({"gradient_predivide_factor": 2.0}, 40000.0),
-    ],
-    ids=["large", "fp32", "predivided"],
-)
-@on_ranks(2)
-def test_a_sum_that_fp16_cannot_hold(options, expected):
-    wrapped = DistributedDataParallel(ones_model(torch.float16), **options)
-    wrapped(torch.full((1, 3), 40000.0, dtype=torch.float16)).sum().backward()
-    assert values(wrapped.module.weight.grad) == [[expected]]
-
-
 @on_ranks(2)
 def test_disabled_gradients_are_each_ranks_own():
     wrapped = DistributedDataParallel(ones_model())
@@ -119,77 +87,6 @@ def test_parameters_that_are_not_used():
         wrapped(torch.ones(2, 3), second=RANK == 0).sum().backward()
     assert values(heads.first.weight.grad, heads.second.weight.grad) == [[2.0], [1.0]]
     assert heads.never.weight.grad is None
-
-
-# --- trainings --------------------------------------------------------------------------------------------------------
-
-TRAININGS = {
-    "plain": {},
-    "delay": {"delay_allreduce": True},
-    "accumulation": {"blocks": 3},
-    "accumulation-no-sync": {"blocks": 3, "no_sync": True},
-    "fused-accumulation": {"blocks": 2, "fused": True, "delay_allreduce": True},
-}
-trained_at = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-
-
-def batch(step, block, rank):
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + 10 * block + rank))
-
-
-def masters_after(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm=True):
-    """The masters after four steps on the batches of ``ranks``, ``blocks`` backward passes for each step."""
-    torch.manual_seed(RANK if wrap else 0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Linear(8, 2))
-    sgd = optimizers.FusedSGD if fused else torch.optim.SGD
-    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    wrapped = wrap(model) if wrap else model
-    for step in range(4):
-        optimizer.zero_grad()
-        for block in range(blocks):
-            last = block == blocks - 1
-            with wrapped.no_sync() if no_sync and not last else contextlib.nullcontext():
-                loss = sum(wrapped(batch(step, block, r)).float().square().mean() for r in ranks)
-                with amp.scale_loss(loss / blocks / len(ranks), optimizer, delay_unscale=not last) as scaled_loss:
-                    scaled_loss.backward()
-        optimizer.step()
-    weights = torch.cat([p.detach().double().flatten() for p in amp.master_params(optimizer)])
-    amp.reset()
-    return weights
-
-
-@pytest.mark.full(but=6)
-@pytest.mark.parametrize("name", TRAININGS)
-@trained_at
-@on_ranks(2)
-def test_a_training_is_that_of_torchs_wrapper(level, name):
-    options = dict(TRAININGS[name])
-    delay = options.pop("delay_allreduce", False)
-
-    def apexs(model):
-        return DistributedDataParallel(model, delay_allreduce=delay)
-
-    def torchs(model):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            how = {"broadcast_buffers": False, "find_unused_parameters": delay}
-            return nn.parallel.DistributedDataParallel(model, **how)
-
-    ours, expected = (masters_after(level, wrap, [RANK], **options) for wrap in (apexs, torchs))
-    assert torch.isfinite(ours).all()
-    assert all(torch.equal(other, expected) for other in all_ranks(ours))
-
-
-@pytest.mark.full(but=2)
-@trained_at
-@on_ranks(2)
-def test_a_training_is_that_of_one_process_with_all_batches(level):
-    ours = masters_after(level, DistributedDataParallel, [RANK], norm=False)
-    alone = masters_after(level, None, range(RANKS), norm=False)
-    # 16-bit gradients are rounded before they are joined.
-    tolerance = 1e-6 if level == "O0" else 2e-2
-    torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 import apex_on_ranks  # noqa: F401
 import pytest
 import torch
-from apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+from apex.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as Optimized
 from apex.parallel.sync_batchnorm import SyncBatchNorm as Fallback
 from rank_processes import RANK, all_ranks, on_ranks
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampctx import AmpAssertionError, AmpValueError, amp
+from ampctx import AmpAssertionError, AmpValueError
 
 SHAPES = {"2d": (8, 5), "3d": (8, 5, 3), "4d": (8, 5, 4, 2)}
 # Where rank 0's share of the batch ends.
@@ -112,29 +112,6 @@ def test_z_is_added_before_the_relu():
     check(SHAPES["4d"], torch.float32, 3, {"channel_last": True, "fuse_relu": True}, add=True)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@on_ranks(2)
-def test_training(level):
-    """Of a converted model in apex's wrapper: weights and all buffers are the same on the ranks."""
-    torch.manual_seed(0)
-    model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    wrapped = DistributedDataParallel(model)
-    for step in range(3):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + RANK))
-        optimizer.zero_grad()
-        with amp.scale_loss(wrapped(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    for t in [*(p.detach() for p in amp.master_params(optimizer)), *model[1].buffers()]:
-        assert torch.isfinite(t).all()
-        assert all(torch.equal(t, of_rank) for of_rank in all_ranks(t))
-    amp.reset()
-    assert model[1].running_mean.dtype == torch.float32
-    assert model[1].num_batches_tracked == 3
-
-
 @pytest.mark.parametrize(("size", "means"), [(0, [3.0, 3.0]), (1, [2.0, 4.0]), (2, [3.0, 3.0])])
 @on_ranks(2)
 def test_groups(size, means):
@@ -164,36 +141,6 @@ def test_one_class_and_no_group_without_a_process_group():
     assert create_syncbn_process_group(0) is None
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_without_ranks_it_is_torchs_batch_norm(training, dtype):
-    x = whole((8, 5, 4, 2), dtype, 0)[0]
-    ours, torchs = norm_of(SyncBatchNorm, dtype).train(training), norm_of(nn.BatchNorm2d, dtype).train(training)
-    assert torch.equal(ours(x), torchs(x))
-    assert torch.equal(ours.running_var, torchs.running_var)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_channel_last_z_and_relu(training):
-    x, z, _ = whole((8, 5, 4, 2), torch.float32, 0)
-    norm = SyncBatchNorm(5, channel_last=True, fuse_relu=True).train(training)
-    expected = torch.relu(nn.BatchNorm2d(5).train(training)(x) + z).movedim(1, -1)
-    assert torch.equal(norm(x.movedim(1, -1), z.movedim(1, -1)), expected)
-
-
-def test_options_of_a_pickle_of_an_older_apex_and_specified_later():
-    norm = SyncBatchNorm(5)
-    del norm.channel_last, norm.fuse_relu
-    assert norm(torch.ones(2, 5, 3)).shape == (2, 5, 3)
-    norm._specify_channel_last(True)
-    norm._specify_process_group("group")
-    assert (norm.channel_last, norm.process_group) == (True, "group")
-    assert norm(torch.ones(2, 3, 3, 5)).shape == (2, 3, 3, 5)
-
-
 # --- convert_syncbn_model ---------------------------------------------------------------------------------------------
 
 
@@ -216,24 +163,6 @@ def test_convert():
     assert (first.eps, first.momentum, first.affine, first.training) == (1e-3, None, True, True)
     assert (second.affine, second.weight, second.training) == (False, None, False)
     assert (first.process_group, first.channel_last, first.fuse_relu) == ("group", True, False)
-
-
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
-def test_convert_a_batch_norm_itself(options):
-    norm = nn.BatchNorm3d(4, **options).half()
-    converted = convert_syncbn_model(norm)
-    assert type(converted) is SyncBatchNorm
-    assert converted.weight is norm.weight
-    assert converted.running_var is norm.running_var
-    assert {t.dtype for t in converted.state_dict().values()} <= {torch.float16, torch.int64}
-
-
-def test_convert_replaces_torchs_synchronised_norm_and_keeps_what_is_used_twice():
-    shared = nn.SyncBatchNorm(4)
-    model = nn.Sequential(shared, nn.Sequential(shared), shared)
-    convert_syncbn_model(model)
-    assert isinstance(model[0], SyncBatchNorm)
-    assert model[0] is model[1][0] is model[2]
 
 
 @pytest.mark.cuda

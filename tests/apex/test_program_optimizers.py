@@ -10,11 +10,9 @@ from apex.amp import _amp_state
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from kit import start, train
-from processes import output
 from torch import nn
 
-from ampctx import amp, optimizers
-from ampctx.weights.step import takes_step
+from ampctx import amp
 
 KERNELS = {
     FusedAdam: ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"],
@@ -66,31 +64,6 @@ def test_kernels_are_those_of_amp_C(kind):
         assert name not in vars(optimizer)
 
 
-@pytest.mark.full
-def test_the_classes_are_those_of_ampctx_with_and_without_kernels():
-    """apex.optimizers adds the kernels, and uninstall_apex removes them."""
-    assert FusedAdam is optimizers.FusedAdam
-    program = """
-from ampctx import optimizers
-from ampctx_apex import install_apex, uninstall_apex
-install_apex()
-names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedLAMB, "_dummy_overflow_buf")]
-before = [hasattr(*name) for name in names]
-import apex.optimizers
-after = [hasattr(*name) for name in names]
-uninstall_apex()
-print(before, after, [hasattr(*name) for name in names])
-"""
-    assert output("-c", program) == "[False, False] [True, True] [False, False]\n"
-
-
-def test_a_copy_and_a_pickle_have_the_kernels(tmp_path):
-    optimizer = OwnStep([nn.Parameter(torch.ones(2))])
-    torch.save(optimizer, tmp_path / "optimizer.pt")
-    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=False)
-    assert loaded.multi_tensor_adam is amp_C.multi_tensor_adam
-
-
 @pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
 def test_each_optimizer_has_a_flag_of_its_own(kind):
     optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -132,36 +105,6 @@ def test_amp_trains_and_skips_as_with_the_class_itself(level, kind, overflow_at)
     torch.testing.assert_close(masters, wanted_masters)
     torch.testing.assert_close(weights, wanted_weights)
     assert all(p.isfinite().all() for p in masters)
-
-
-@pytest.mark.parametrize("kind", [OwnStep, BaseStep])
-def test_torchs_grad_scaler_unscales_and_skips(kind):
-    def scaled(kind):
-        p = nn.Parameter(torch.tensor([1.0, -2.0]))
-        optimizer, scaler = kind([p], lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
-        for factor in (1.0, torch.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale((p * factor).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return p.detach(), scaler.get_scale()
-
-    ours, scale = scaled(kind)
-    wanted, wanted_scale = scaled(FusedAdam)
-    torch.testing.assert_close(ours, wanted)
-    assert scale == wanted_scale == 32.0
-
-
-def test_a_class_may_take_what_amp_gives_a_step():
-    class Takes(BaseStep):
-        def step(self, closure=None, *, given=None):
-            return FusedAdam.step(self, closure, given=given)
-
-    params = [nn.Parameter(torch.ones(1))]
-    assert [takes_step(kind(params)) for kind in (FusedAdam, Takes, BaseStep, OwnStep)] == [True, True, False, False]
-    assert FusedAdam._step_supports_amp_scaling
-    assert Takes._step_supports_amp_scaling
-    assert not BaseStep._step_supports_amp_scaling
 
 
 @pytest.mark.large

@@ -7,7 +7,6 @@ import types
 
 import pytest
 from ampctx_apex import install
-from ampctx_apex.install import refused
 from ampctx_apex.names import NAMES
 
 from ampctx import AmpError, AmpNotImplementedError, AmpValueError
@@ -35,34 +34,6 @@ def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys, a
         module.Anything(1, key=2)
     assert str(error.value) == f"{name}.Anything is not supported by ampctx. {NAMES[name].note}"
     assert capsys.readouterr() == ("", "")
-
-
-def test_submodules_and_autograd_functions_refuse_at_the_call(at_call):
-    from apex.contrib.fmha import FMHAFun
-    from apex.transformer import parallel_state
-
-    with pytest.raises(AmpNotImplementedError, match="apex.transformer.parallel_state.initialize_model_parallel is"):
-        parallel_state.initialize_model_parallel(1, 1)
-    with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not supported by ampctx"):
-        FMHAFun.apply(None)
-
-
-def test_a_subclass_can_be_written_and_refuses_when_made(at_call):
-    from apex.contrib.multihead_attn import SelfMultiheadAttn
-
-    class Attention(SelfMultiheadAttn):
-        def __init__(self):
-            super().__init__(64, 4)
-
-    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.MultiheadAttention"):
-        Attention()
-    assert not isinstance(object(), SelfMultiheadAttn)
-
-
-@pytest.mark.parametrize("owner", [refused("apex.RNN.utils"), importlib.import_module("apex.RNN")])
-def test_dunder_names_are_absent(owner):
-    with pytest.raises(AttributeError, match="has no attribute '__torch_function__'"):
-        owner.__torch_function__  # noqa: B018
 
 
 def test_a_module_that_apex_never_had_is_not_there():

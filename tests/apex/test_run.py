@@ -4,7 +4,6 @@ import os
 import re
 
 import pytest
-import torch
 from ampctx_apex.cli import main
 from processes import HERE, ROOT, output, python
 
@@ -165,18 +164,6 @@ def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
     lines = epochs(python(*RUN, DIGITS, "--opt-level", level, "--sync-bn", cwd=tmp_path))
     assert [n for n, _, _ in lines] == [1, 2, 3, 4, 5]
     assert lines[-1][1] > 96
-
-
-@pytest.mark.full
-def test_a_program_for_apex_resumes(tmp_path):
-    def run(*arguments):
-        return epochs(python(*RUN, DIGITS, *arguments, cwd=tmp_path))
-
-    run("--epochs", "1", "--checkpoint", "c.pt", "--loss-scale", "dynamic")
-    lines = run("--epochs", "2", "--resume", "c.pt")
-    assert [n for n, _, _ in lines] == [2]
-    saved = torch.load(tmp_path / "c.pt", weights_only=True)["amp"]["loss_scaler0"]
-    assert lines[0][2] <= saved["loss_scale"]
 
 
 @pytest.mark.full

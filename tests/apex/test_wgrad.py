@@ -8,7 +8,7 @@ import torch
 
 from ampctx import AmpTypeError, AmpValueError
 
-F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TOKENS = [(6,), (1,), (0,), (3, 5), (2, 0), (2, 3, 4)]
 OUT, IN = 5, 7
@@ -62,33 +62,6 @@ def test_sums_of_16_bit_products_are_fp32(device):
     assert main_grad.item() == 2050.0
 
 
-def test_any_strides():
-    x, dy, main_grad = case((4, 6), F32, F32)
-    wanted = exact(x, dy, main_grad)
-    flat = torch.zeros(2, OUT * IN + 3)
-    views = [
-        x.transpose(0, 1).contiguous().transpose(0, 1),
-        torch.stack([dy, dy], dim=-1)[..., 1],
-        flat[1, 3:].view(OUT, IN).copy_(main_grad),
-    ]
-    wgrad.wgrad_gemm_accum_fp32(*views)
-    assert_near(views[2], wanted)
-    assert not flat[0].any()
-    transposed = main_grad.t().contiguous().t()
-    wgrad.wgrad_gemm_accum_fp32(x, dy, transposed)
-    assert_near(transposed, wanted)
-
-
-def test_autocast_and_gradients_have_no_part_in_it():
-    x, dy, main_grad = case((6,), F32, F32)
-    wanted = exact(x, dy, main_grad)
-    main_grad.requires_grad_()
-    with torch.autocast("cpu", B16):
-        wgrad.wgrad_gemm_accum_fp32(x.requires_grad_(), dy, main_grad)
-    assert main_grad.grad_fn is None
-    assert_near(main_grad.detach(), wanted)
-
-
 X, DY, MAIN = case((6,), F32, F32)
 HALVES = [t.half() for t in (X, DY, MAIN)]
 
@@ -96,20 +69,15 @@ HALVES = [t.half() for t in (X, DY, MAIN)]
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((None, DY, MAIN), AmpTypeError, "input must be a tensor, got NoneType"),
         ((X, 1.0, MAIN), AmpTypeError, "d_output must be a tensor, got float"),
-        ((X, DY, None), AmpTypeError, "main_grad must be a tensor, got NoneType"),
         ((X.to_sparse(), DY, MAIN), AmpTypeError, "input is not a strided tensor: pass input.to_dense"),
         ((X.long(), DY, MAIN), AmpTypeError, "input has dtype torch.int64, expected float32 or float16 or bfloat16"),
-        ((X.double(), DY, MAIN), AmpTypeError, "input has dtype torch.float64, expected float32 or"),
         ((X, DY.half(), MAIN), AmpTypeError, "d_output has dtype torch.float16, expected float32"),
         ((X, DY, MAIN.half()), AmpTypeError, "main_grad has dtype torch.float16, expected float32"),
         ((X[0], DY, MAIN), AmpValueError, r"input has shape \(7,\), expected 2 dimensions or more"),
-        ((X, DY[0], MAIN), AmpValueError, r"d_output has shape \(5,\), expected 2 dimensions or more"),
         ((X, DY[:4], MAIN), AmpValueError, "input has 6 tokens, d_output has 4"),
         ((X, DY, MAIN.t()), AmpValueError, r"main_grad has shape \(7, 5\), expected \(5, 7\)"),
         ((X, DY.to("meta"), MAIN), AmpValueError, "d_output is on meta, and input is on cpu"),
-        ((X, DY, MAIN.to("meta")), AmpValueError, "main_grad is on meta, and input is on cpu"),
     ],
 )
 def test_errors_name_the_argument_and_change_nothing(arguments, error, message):

@@ -58,14 +58,6 @@ def test_defaults_are_apexs():
     assert loss(logits)[LABELS == 0].tolist() == [0.0]
 
 
-def test_padding_that_is_no_class_and_in_all_rows():
-    losses = loss(case(F32)[0], 0.1, -1, labels=torch.tensor([-1, 3, -1, 1, 2, 0]))
-    assert (losses == 0).tolist() == [True, False, True, False, False, False]
-    logits = case(F32)[0].requires_grad_()
-    loss(logits, 0.1, labels=torch.zeros_like(LABELS)).sum().backward()
-    assert logits.grad.eq(0.0).all()
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
 def test_on_a_gpu_as_on_the_cpu(dtype):
@@ -118,21 +110,6 @@ def test_padding_by_the_caller_and_negative_labels():
     torch.testing.assert_close(grad, torch.autograd.grad(wanted, logits, grad_loss)[0])
 
 
-def test_any_strides_and_large_logits():
-    logits, labels, grad_loss = case(F32)
-    logits = logits + 1e4
-    wanted = xentropy_cuda.forward(logits, labels, 0.1)
-    strided = logits.t().contiguous().t()
-    got = xentropy_cuda.forward(strided, labels, 0.1)
-    assert_near(wanted[0], exact(logits, labels, 0.1, grad_loss)[0])
-    torch.testing.assert_close(got, wanted)
-    doubled = torch.stack([grad_loss, grad_loss], dim=1)[:, 1]
-    torch.testing.assert_close(
-        xentropy_cuda.backward(doubled, strided, got[1], labels, 0.1),
-        xentropy_cuda.backward(grad_loss, logits, wanted[1], labels, 0.1),
-    )
-
-
 LOGITS, _, GRAD = case(F32)
 LOSSES, LOG_SUM = xentropy_cuda.forward(LOGITS, LABELS, 0.0)
 
@@ -140,14 +117,11 @@ LOSSES, LOG_SUM = xentropy_cuda.forward(LOGITS, LABELS, 0.0)
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "message"),
     [
-        ("forward", ([1.0], LABELS, 0.0), AmpTypeError, "logits must be a tensor, got list"),
         ("forward", (LOGITS.int(), LABELS, 0.0), AmpTypeError, "logits has dtype torch.int32, expected float32 or"),
         ("forward", (LOGITS[0], LABELS, 0.0), AmpValueError, r"logits has shape \(7,\), expected \[rows, classes\]"),
         ("forward", (LOGITS, LABELS.int(), 0.0), AmpTypeError, "labels has dtype torch.int32, expected int64"),
         ("forward", (LOGITS, LABELS[1:], 0.0), AmpValueError, r"labels has shape \(5,\), expected \(6,\)"),
-        ("forward", (LOGITS, LABELS.to("meta"), 0.0), AmpValueError, "labels is on meta, and logits is on cpu"),
         ("backward", (None, LOGITS, LOG_SUM, LABELS, 0.0), AmpTypeError, "grad_loss must be a tensor, got NoneType"),
-        ("backward", (GRAD[0], LOGITS, LOG_SUM, LABELS, 0.0), AmpValueError, r"grad_loss has shape \(\), expected"),
         ("backward", (GRAD, LOGITS, LOGITS, LABELS, 0.0), AmpValueError, r"max_log_sum_exp has shape \(6, 7\), exp"),
     ],
 )

@@ -9,57 +9,7 @@ import measuring
 import pytest
 import report
 import suite
-from measuring import ROOT, Row
-
-
-def row(figure, value, unit="ms", machine="a CPU"):
-    return Row(figure, str(value), unit, machine, "c" * 12, "python benchmarks/tail.py")
-
-
-@pytest.fixture
-def csv(tmp_path):
-    def write(name, *rows):
-        measuring.write(tmp_path / name, rows)
-        return str(tmp_path / name)
-
-    return write
-
-
-def test_a_case_has_times_ratios_by_round_and_a_bound():
-    samples = {
-        "ampctx": {"time": [1.0, 2.0, 4.0], "exit": [0.5, 1.0, 2.0]},
-        "torch": {"time": [3.0, 2.0, 8.0], "exit": [9.0, 9.0, 9.0]},
-        "bandwidth": {"copy": [5.0, 6.0, 7.0], "in place": [8.0, 10.0, 9.0]},
-    }
-    assert measuring.figures("tail", samples, floor_bytes=10**7) == {
-        "tail/ampctx/time": [1.0, 2.0, 4.0],
-        "tail/ampctx/exit": [0.5, 1.0, 2.0],
-        "tail/torch/time": [3.0, 2.0, 8.0],
-        "tail/torch/ratio": [3.0, 1.0, 2.0],
-        "tail/ampctx/of bound": [0.5],  # 1 ms at the fastest pass, 10 GB/s
-        "memory/copy/bandwidth": [5.0, 6.0, 7.0],
-        "memory/in place/bandwidth": [8.0, 10.0, 9.0],
-    }
-
-
-def test_rounds_are_interleaved_and_warmed_up():
-    calls = []
-    samples = measuring.interleave("abc", lambda who, n: calls.append((n, who)) or {"ms": float(n)}, 4)
-    assert samples == {who: {"ms": [0.0, 1.0, 2.0, 3.0]} for who in "abc"}
-    rounds = [[who for n, who in calls if n == number] for number in range(-measuring.WARMUP_ROUNDS, 4)]
-    assert [n for n, _ in calls] == sorted(n for n, _ in calls)
-    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
-    assert len(set(map(tuple, rounds))) > 1
-
-
-def test_a_report_replaces_all_that_the_csv_has_of_it(csv, tmp_path):
-    csv("f.csv", row("tail-a/x/ampctx/time", 1), row("tail-a/x/gone/time", 2), row("tail-b/x/ampctx/time", 3))
-    csv("f.csv", row("tail-a/x/ampctx/time", 4), row('tail-a/a "case", b/ampctx/time', 5))
-    assert [(r.figure, r.value) for r in measuring.read(tmp_path / "f.csv").values()] == [
-        ("tail-a/x/ampctx/time", "4"),
-        ('tail-a/a "case", b/ampctx/time', "5"),
-        ("tail-b/x/ampctx/time", "3"),
-    ]
+from measuring import ROOT
 
 
 def test_goals_and_figures_are_those_of_the_suite():

@@ -48,20 +48,6 @@ def test_a_stack_frame_breaks_a_rule(memory):
     assert machine_code.broken_rules("step", GOOD, **memory) == [SPILLS]
 
 
-@pytest.mark.parametrize(("jump", "broken"), [("@P2 BRA 0x30", []), ("FADD R2, R2, R2", [WIDE])])
-def test_lists_that_are_not_aligned_take_another_way(jump, broken):
-    """The narrow load may stay where an iteration can go around it."""
-    around = sass("LDG.E.128 R4, [R2.64]", jump, "LDG.E R9, [R2.64]", "@P0 BRA 0x0", "EXIT")
-    assert machine_code.broken_rules("l2norm", around) == broken
-
-
-def test_the_innermost_loop_counts_and_a_jump_back_alone_is_no_loop():
-    lines = ["MOV R1, R2", "LDG.E.128 R4, [R2.64]", "@P0 BRA 0x10", "LDG.E R9, [R2.64]", "@P1 BRA 0x0", "EXIT"]
-    assert machine_code.Code(sass(*lines)).hot_loops() == {1: {1, 2}}
-    lines = ["@P0 BRA 0x30", "LDG.E.128 R4, [R2.64]", "EXIT", "MOV R1, R2", "BRA 0x10"]
-    assert machine_code.Code(sass(*lines)).hot_loops() == {}
-
-
 def test_branches_to_an_address_in_a_register_go_where_the_library_says():
     text = sass("LDG.E.128 R4, [R2.64]", "BRX R8 -0x20", "FADD R9, R4, R4", "@P0 BRA 0x0", "EXIT")
     info = "\t\tOffset of Indirect Branch: 0x10\t Number of targets: 2\n\t\tTargets: 0x20 0x40\x20\n"
@@ -115,14 +101,6 @@ def run(monkeypatch, tmp_path):
 def test_what_is_missing_is_one_line(run, content, tool, message):
     done = run(content, tool)
     assert (done.returncode, message in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr
-
-
-def test_without_cuobjdump(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(machine_code, "PLACES", ())
-    monkeypatch.setattr(machine_code, "PACKAGE", "a-package-that-is-nowhere")
-    with pytest.raises(machine_code.Missing, match="cuobjdump was not found: set CUDA_HOME"):
-        machine_code.find_cuobjdump()
 
 
 def test_each_broken_rule_and_each_missing_kernel_is_a_line(run, tmp_path):

@@ -17,7 +17,6 @@ from ampctx import amp
 sys.path.append(str(Path(__file__).resolve().parents[1] / "apex"))  # for apex_environment
 CLIENTS = {
     "test_ampctx_apex.py": "transformers",
-    "test_classy_vision.py": "classy_vision",
     "test_frameworks.py": "lightning",
     "test_ignite.py": "ignite",
     "test_lightning.py": "pytorch_lightning",
@@ -25,7 +24,6 @@ CLIENTS = {
     "test_mmengine.py": "mmengine",
     "test_onnx.py": "onnxruntime",
     "test_opennmt.py": "onmt",
-    "test_safetensors.py": "safetensors",
     "test_timm.py": "timm",
     "test_transformers.py": "transformers",
 }

@@ -25,7 +25,7 @@ def test_transformers_finds_apex(environment):
     ("file", "tests", "count"),
     [
         ("test_transformers.py", "does_what_the_loop_does and O2", 4),
-        ("test_lightning.py", "plain or manual", 8),
+        ("test_lightning.py", "plain or manual", 4),
     ],
 )
 def test_programs_train_with_plain_python(environment, file, tests, count):

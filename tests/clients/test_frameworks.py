@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
-from test_timm import Plain, distance_from_fp32, images, train_as_timm, vision_model
+from test_timm import distance_from_fp32, images, train_as_timm, vision_model
 from test_transformers import ARGUMENTS, Notes, Recording, bert, sentences, train_by_hand
 from timm.optim import create_optimizer_v2
 from torch.utils.data import DataLoader
 from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 import ampctx
 from ampctx import AmpError, AmpValueError, amp
@@ -24,7 +24,7 @@ from ampctx.frameworks.accelerate import AmpAccelerator
 from ampctx.frameworks.lightning import AmpFabric, AmpPrecision
 from ampctx.frameworks.timm import AmpScaler, AutocastScaler
 from ampctx.frameworks.transformers import AmpTrainer
-from ampctx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import FusedAdam
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
 # What changes the loop, and how the loop of training.py says it.
@@ -425,54 +425,6 @@ def test_a_run_of_the_trainer_resumes(tmp_path, level):
     assert_same_weights(resumed.model, after)
 
 
-@on_levels
-def test_the_scale_is_in_the_trainers_checkpoint(tmp_path, level):
-    trainer, notes = trainer_of(tmp_path, level, save_strategy="epoch", max_steps=1)
-    trainer.amp_options = {**QUIET, "loss_scale": "dynamic", "max_loss_scale": 64.0}
-    trainer.train()
-    assert notes.scales == [64.0]
-    saved = torch.load(tmp_path / "checkpoint-1" / "amp.pt", weights_only=True)
-    assert saved["loss_scaler0"]["loss_scale"] == 64.0
-    resumed, notes = trainer_of(tmp_path, level, max_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert notes.scales == [64.0]
-
-
-def test_a_trainer_of_another_class_trains_again_and_saves(tmp_path):
-    class Other(Trainer):
-        def create_scheduler(self, *args, **kwargs):
-            self.made = True
-            return super().create_scheduler(*args, **kwargs)
-
-    class Mine(AmpTrainer, Other):
-        pass
-
-    trainer, notes = trainer_of(tmp_path, "O2", Mine, gradient_accumulation_steps=3)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.made
-    assert len(notes.scales) == 2
-    once = trainer.evaluate()["eval_loss"]
-    assert once < before
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < once
-    trainer.save_model(str(tmp_path / "model"))
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "model")
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-
-
-def test_the_trainer_begins_again_with_a_smaller_batch(tmp_path):
-    class Full(AmpTrainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            if len(inputs["labels"]) > 4:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    trainer, notes = trainer_of(tmp_path, "O2", Full, auto_find_batch_size=True, num_train_epochs=1)
-    trainer.train()
-    assert len(notes.scales) == 24 / 4
-
-
 def test_the_trainers_own_mixed_precision_is_refused(tmp_path):
     with pytest.raises(AmpValueError, match="mixed_precision='bf16': opt_level='O1' casts the model already"):
         trainer_of(tmp_path, "O1", bf16=True)
@@ -499,26 +451,6 @@ def test_timm_with_our_scaler():
     train_as_timm(model, optimizer, images(1, overflow_at=0), scaler, clip_grad=0.5)
     assert_same_weights(model, before)
     assert scaler.state_dict()["scale"] == FIRST_SCALE / 2
-
-
-NAMES_IN_TIMM = {
-    "fusedadam": FusedAdam,
-    "fusedadamw": FusedAdam,
-    "fusedsgd": FusedSGD,
-    "fusedlamb": FusedLAMB,
-    "fusednovograd": FusedNovoGrad,
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), NAMES_IN_TIMM.items())
-def test_timms_factory_makes_our_optimizers(name, kind, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # timm asks for a GPU
-    model = vision_model("test_vit")
-    optimizer = create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01)
-    assert isinstance(optimizer, kind)
-    before = weights(model)
-    train_as_timm(model, optimizer, images(1), Plain(), clip_grad=0.5)
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if p.grad is not None)
 
 
 # --- the programs of the page -----------------------------------------------------------------------------------------

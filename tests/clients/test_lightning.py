@@ -5,9 +5,7 @@ import pytorch_lightning as pl
 import torch
 import training
 from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd, weights
-
-from ampctx import amp
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, sgd
 
 
 class Module(pl.LightningModule):
@@ -86,45 +84,6 @@ def test_fit_does_what_the_loop_does(level, kind, options, loop):
     assert_same_weights(model.net, after)
     # Lightning shows the loss of a micro-batch divided by their number.
     assert model.losses == pytest.approx([loss / loop.get("accumulate", 1) for loss in losses])
-
-
-def halves(model):
-    return [sgd(part) for part in (model[:2], model[3])]
-
-
-class TwoOptimizers(ManualModule):
-    def configure_optimizers(self):
-        return halves(self.net)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_of(self(x), y)
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss
-
-
-@on_levels
-@pytest.mark.parametrize("overflow_at", [None, 3])
-def test_manual_optimization_with_two_optimizers(level, overflow_at):
-    data = batches(12, overflow_at)
-    expected, optimizers = amp.initialize(model := mlp(), halves(model), opt_level=level, verbosity=0)
-    for x, y in data:
-        with amp.scale_loss(loss_of(expected(x), y), optimizers) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    after, last = weights(expected), scale()
-    amp.reset()
-    model = TwoOptimizers()
-    fit(model, data, level)
-    assert_same_weights(model.net, after)
-    assert model.scales[-1] == last == (FIRST_SCALE if overflow_at is None else FIRST_SCALE / 2)
 
 
 @on_levels

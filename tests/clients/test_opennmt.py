@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, on_levels, scale, step_alike, weights
+from training import assert_same_weights, batches, by_hand, loss_of, on_levels
 
 RATE, MAX_NORM = 0.05, 1.0
 
@@ -77,26 +77,6 @@ def test_the_optimizer_does_what_the_loop_does(level):
     assert_same_weights(model, after)
     assert found == pytest.approx(losses)
     assert found[-1] < found[0]
-
-
-@on_levels
-def test_an_overflow_skips_the_step_and_halves_the_scale(level):
-    model = Translator()
-    optimizer = optimizers.Optimizer.from_opt(model, options(level))
-    before, first = weights(model), batches(2, overflow_at=0)
-    fit(model, optimizer, first[:1])
-    assert_same_weights(model, before)
-    assert scale() == FIRST_SCALE / 2
-    fit(model, optimizer, first[1:])
-    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
-
-
-def test_fused_adam_is_torchs_adam():
-    ours, theirs = Translator(), Translator()
-    fused = optimizers.FusedAdam(ours.parameters(), lr=RATE)
-    step_alike([(ours, fused), (theirs, torch.optim.Adam(theirs.parameters(), lr=RATE))])
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)  # eps is added before the bias is corrected
 
 
 def test_a_half_model_under_the_old_fp16_optimizer():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from apex.normalization import FusedRMSNorm
 from apex.optimizers import FusedAdam
-from training import FIRST_SCALE, assert_same_weights, on_levels, scale, weights
+from training import assert_same_weights, on_levels, scale, weights
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -19,7 +19,7 @@ from transformers.utils import is_apex_available
 from ampctx import amp
 
 
-def bert(num_labels=2):
+def bert():
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=50,
@@ -30,7 +30,7 @@ def bert(num_labels=2):
         max_position_embeddings=16,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        num_labels=num_labels,
+        num_labels=2,
     )
     return BertForSequenceClassification(config)
 
@@ -59,13 +59,6 @@ def sentences(count=24):
     return [{"input_ids": row, "labels": (row[0] >= 25).long()} for row in words]
 
 
-def rated_sentences(count=24):
-    """Sentences with a number each to be learned; one of the numbers is inf."""
-    data = [{**sentence, "labels": sentence["labels"].float()} for sentence in sentences(count)]
-    data[count // 2]["labels"] = torch.tensor(torch.inf)
-    return data
-
-
 def sentences_to_repeat(count=24):
     return [{"input_ids": sentence["input_ids"], "labels": sentence["input_ids"]} for sentence in sentences(count)]
 
@@ -86,10 +79,9 @@ class RecordingTrainer(Recording, Trainer):
 
 class Notes(TrainerCallback):
     def __init__(self):
-        self.steps, self.scales = [], []
+        self.scales = []
 
-    def on_step_end(self, args, state, control, model, **kwargs):
-        self.steps.append(weights(model))
+    def on_step_end(self, args, state, control, **kwargs):
         self.scales.append(scale())
 
 
@@ -107,8 +99,8 @@ ARGUMENTS = {
 
 def trainer_of(folder, level, model, data, **options):
     of_apex = {"fp16": True, "half_precision_backend": "apex", "fp16_opt_level": level}
-    arguments, notes = TrainingArguments(str(folder), **ARGUMENTS, **of_apex, **options), Notes()
-    return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[notes]), notes
+    arguments = TrainingArguments(str(folder), **ARGUMENTS, **of_apex, **options)
+    return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
 def train_by_hand(model, optimizer, scheduler, data, clip=torch.nn.utils.clip_grad_norm_):
@@ -138,7 +130,7 @@ def test_transformers_finds_apex():
     ids=["bert-torch", "bert-torch-fused", "bert-FusedAdam", "t5-FusedRMSNorm"],
 )
 def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim):
-    trainer, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
+    trainer = trainer_of(tmp_path, level, make(), data(), optim=optim)
     trainer.train()
     assert isinstance(trainer.optimizer, FusedAdam) == (optim == "adamw_apex_fused")
     trained = weights(trainer.model)
@@ -146,38 +138,8 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim)
     amp.reset()
 
     # Another trainer makes the optimizer and the schedule; the loop is ours.
-    twin, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
+    twin = trainer_of(tmp_path, level, make(), data(), optim=optim)
     twin.create_optimizer_and_scheduler(num_training_steps=len(trainer.seen))
     model, optimizer = amp.initialize(twin.model, twin.optimizer, opt_level=level, verbosity=0)
     train_by_hand(model, optimizer, twin.lr_scheduler, trainer.seen)
     assert_same_weights(model, trained)
-
-
-@on_levels
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_apex_fused"], ids=["host-skips", "device-skips"])
-def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path, level, optim):
-    trainer, notes = trainer_of(tmp_path, level, bert(num_labels=1), rated_sentences(), optim=optim)
-    start = weights(trainer.model)
-    trainer.train()
-    overflows = [bool(inputs["labels"].isinf().any()) for inputs in trainer.seen]
-    assert sum(overflows) == 2
-    # Other steps may overflow as well, as long as the scale is high.
-    assert notes.scales[-1] <= FIRST_SCALE / 4
-    befores, scales = [start, *notes.steps], [FIRST_SCALE, *notes.scales]
-    for i, overflow in enumerate(overflows):
-        halved = scales[i + 1] == scales[i] / 2
-        assert halved or not overflow
-        names = [n for n in start if "embeddings.word" in n or "classifier" in n]
-        same = all(torch.equal(befores[i][name].half(), notes.steps[i][name].half()) for name in names)
-        assert same == halved
-
-
-def test_evaluation_and_a_saved_model(tmp_path):
-    trainer, _ = trainer_of(tmp_path, "O2", bert(), sentences())
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before
-    trainer.save_model(str(tmp_path / "model"))
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "model")
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    assert_same_weights(loaded, trainer.model.state_dict())  # the masters

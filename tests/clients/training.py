@@ -70,16 +70,6 @@ def by_hand(
     return losses, after
 
 
-def step_alike(optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]], steps: int = 5) -> None:
-    """Steps equal models on equal gradients, none of which is small beside Adam's eps."""
-    for seed in range(steps):
-        for model, optimizer in optimizers:
-            generator = torch.Generator().manual_seed(seed)
-            for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            optimizer.step()
-
-
 def assert_the_second_is_skipped(scales: list[float], steps: list[list[Tensor]]) -> None:
     """Scales and parameters after each of four steps, with an overflow in the second."""
     assert scales == [FIRST_SCALE] + 3 * [FIRST_SCALE / 2]

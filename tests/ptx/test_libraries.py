@@ -19,10 +19,6 @@ def refused(*arguments: str | Path) -> str:
     return line
 
 
-def test_no_library(interpreter, tmp_path):
-    assert "missing.so was not found: build it" in refused("--extension", tmp_path / "missing.so")
-
-
 @pytest.mark.parametrize("part", [0.001, 0.5, 0.99])
 def test_a_library_cut_short(interpreter, tmp_path, part):
     short = tmp_path / "_ops.so"
@@ -43,7 +39,3 @@ def test_a_library_without_ptx(interpreter, tmp_path):
     source.write_text(f"extern const char ampctx_info[];\nconst char ampctx_info[] = {info};\n")
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     assert "has no PTX" in refused("--extension", library)
-
-
-def test_a_target_that_the_library_lacks(interpreter):
-    assert "--generations: the library has sm_" in refused("--generations", "35")
