@@ -7,7 +7,7 @@ from ampctx.amp.op_counts import CastCount, OpCount, OpReport
 from ampctx.amp.options import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
 from ampctx.scaling.grad_scaler import GradScaler
-from ampctx.scaling.step_record import Culprit, History, StepOutcome
+from ampctx.scaling.outcome import Culprit, History, StepOutcome
 
 _default_session = AmpSession()
 

@@ -9,7 +9,8 @@ from typing import Any
 from ampctx._collectives import is_rank_zero
 from ampctx._errors import listed, warn
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprits, is_to_tell
+from ampctx.scaling.outcome import Culprits
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, is_to_tell
 
 logger = logging.getLogger("ampctx")
 

@@ -42,7 +42,7 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread
 from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
-from ampctx.scaling.step_record import History, StepHistory, StepOutcome
+from ampctx.scaling.outcome import History, StepHistory, StepOutcome
 from ampctx.weights.masters import LOADED, MasterParams
 
 _round_again = outside_of_graphs(MasterParams.round_again)

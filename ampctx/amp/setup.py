@@ -36,7 +36,8 @@ from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import param_name
 from ampctx.scaling.any_optimizer import with_wrapped
 from ampctx.scaling.loss_scale import LossScale, check_count
-from ampctx.scaling.step_record import DEFAULT_LENGTH, StepRecord
+from ampctx.scaling.outcome import DEFAULT_LENGTH
+from ampctx.scaling.step_record import StepRecord
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 

@@ -32,10 +32,10 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import is_sharded, values_of
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.scaling import step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, Culprit, Culprits, Flags, StepRecord, overflowed
+from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
@@ -43,59 +43,6 @@ from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
 
 _NOTHING = Step()
-
-
-class FoundInfFlags:
-    """``found_inf`` of each loss of one optimizer since its last step: by loss, its scale and a 0-d flag on the device.
-
-    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean, or until the
-    gradients are zeroed. ``_final``: those that ``drop_provisional`` leaves. ``taken``: those of a running step, which
-    come back for a second try if it raises; None once it has used or dropped their gradients. ``scales_used``: the
-    factors of the losses.
-    """
-
-    def __init__(self) -> None:
-        self.by_loss: Flags = {}
-        self._final: Flags = {}
-        self.taken: tuple[Flags, Flags] | None = None
-        self.scales_used: dict[int, Factor] = {}
-
-    @property
-    def are_of_blocks(self) -> bool:
-        """Whether a block has checked gradients since the last step."""
-        return any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
-
-    def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
-        """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
-        if loss_id in self.by_loss:
-            found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)
-        self.by_loss[loss_id] = (scale, found_inf)
-        if final:
-            self._final[loss_id] = self.by_loss[loss_id]
-
-    def drop_provisional(self, scale: LossScale) -> None:
-        """Drops the flags of a scale that are not final: the caller of ``update_scale()`` decides about the skip."""
-        for loss_id, (of, _) in list(self.by_loss.items()):
-            if of is scale:
-                del self.by_loss[loss_id]
-                if loss_id in self._final:
-                    self.by_loss[loss_id] = self._final[loss_id]
-
-    def clear(self) -> None:
-        self.by_loss, self._final, self.taken = {}, {}, None
-
-    def take(self) -> Flags:
-        """Takes the flags since the last step, to decide about this step."""
-        taken = self.by_loss, self._final
-        self.clear()
-        self.taken = taken
-        return taken[0]
-
-    def give_back(self) -> None:
-        """Restores the taken flags after a step that raised: its gradients are still there."""
-        if self.taken is not None:
-            taken, final = self.taken
-            self.by_loss, self._final, self.taken = {**taken, **self.by_loss}, {**final, **self._final}, None
 
 
 class OptimizerBinding:
@@ -482,7 +429,7 @@ class OptimizerBinding:
         grads = {} if pending is None else pending.grads
         of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
-        return step_record.culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
+        return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
     def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
@@ -495,7 +442,7 @@ class OptimizerBinding:
             found = tuple(Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None) for p in of)
         if is_current:
             others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
-            found += step_record.culprits_among(others, self.names_by_id)
+            found += culprits_among(others, self.names_by_id)
         return found
 
     # --- names and factors --------------------------------------------------------------------------------------------

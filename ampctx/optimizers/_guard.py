@@ -24,7 +24,8 @@ from ampctx.optimizers import _options
 from ampctx.optimizers._checkpoint import SKIPPED
 from ampctx.scaling import step_record
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import Culprits, StepOutcome, StepRecord
+from ampctx.scaling.outcome import NO_STEP_YET, Culprits, StepOutcome, culprits_later, culprits_of, params_of
+from ampctx.scaling.step_record import StepRecord
 from ampctx.weights.clip import CLIPPED, norm_of, raised_by_any_rank
 
 logger = logging.getLogger("ampctx")
@@ -62,7 +63,7 @@ class Guard:
                 "scaler skips steps on inf and nan."
             )
         self.record.epoch += 1
-        params = step_record.params_of(optimizer)
+        params = params_of(optimizer)
         grads = [grad for grad in map(grad_of, params) if grad is not None]
         if not set(map(layout_of, grads)) <= {torch.strided}:
             list(_options.with_grads(self._kind, optimizer.param_groups))  # which refuses sparse ones by name
@@ -88,7 +89,7 @@ class Guard:
         """Records the step that ``check`` was called for. No host sync."""
         assert self._now is not None
         (is_bad, skips, norm, first, was_clipped), self._now = self._now, None
-        for grad in map(grad_of, step_record.params_of(optimizer)) if was_clipped else ():
+        for grad in map(grad_of, params_of(optimizer)) if was_clipped else ():
             if grad is not None:
                 vars(grad).pop(CLIPPED, None)
         stepped = weakref.ref(optimizer)
@@ -97,10 +98,10 @@ class Guard:
             if not is_bad.item():
                 return ()
             is_there = any((grad := ref()) is not None and version_of(grad) == version for ref, version in first)
-            return step_record.culprits_later(stepped, is_current and is_there)
+            return culprits_later(stepped, is_current and is_there)
 
         flags = {0: (self._scale, is_bad)}
-        now = partial(step_record.culprits_of, optimizer)
+        now = partial(culprits_of, optimizer)
         outcome = self.record.left_to_device(flags, {}, norm, skips, now, later, external=True)
         self.record.conclude(optimizer, outcome)
 
@@ -143,7 +144,7 @@ class Guarded:
         """The ``StepOutcome`` of the latest step with ``skip_nonfinite`` or ``skip_norm_above``. Without them there is
         no step. ``reason`` is "overflow" for inf or nan in the gradients, "found_inf" for a norm that is too large, or,
         in fused optimizers, a flag that other code has set. No host sync; reading attributes is."""
-        return step_record.NO_STEP_YET if self._guard is None else self._guard.record.outcome
+        return NO_STEP_YET if self._guard is None else self._guard.record.outcome
 
     def skipped_steps(self) -> int:
         """Counts the steps that ``skip_nonfinite`` and ``skip_norm_above`` have skipped, also before a checkpoint. Host

@@ -30,7 +30,17 @@ from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale, check_bounds, check_count, check_factor, check_scale
-from ampctx.scaling.step_record import DEFAULT_LENGTH, Flags, History, StepHistory, StepOutcome, params_of
+from ampctx.scaling.outcome import (
+    DEFAULT_LENGTH,
+    NO_STEP_YET,
+    History,
+    StepHistory,
+    StepOutcome,
+    culprits_later,
+    culprits_of,
+    params_of,
+)
+from ampctx.scaling.step_record import Flags
 from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
 from ampctx.weights.step import has_parameter
 
@@ -338,9 +348,9 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"], state["done"] = OptState.STEPPED, (params := params_of(optimizer))
             scales, norm = {0: self._loss_scale.scale.clone()}, norm_before_clipping(map(grad_of, params))
             if losses is not None:
-                steps.decided(optimizer, losses, scales, norm, step_record.culprits_of(optimizer) if losses else ())
+                steps.decided(optimizer, losses, scales, norm, culprits_of(optimizer) if losses else ())
             else:
-                later = partial(step_record.culprits_later, weakref.ref(optimizer))
+                later = partial(culprits_later, weakref.ref(optimizer))
                 steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], tuple, later))
         if not state["found_inf_per_device"] and not steps.told:
             steps.told = True
@@ -442,7 +452,7 @@ class GradScaler(torch.amp.GradScaler):
         step counts as stepped. Reading an attribute may be a host sync.
         """
         steps = self._steps.get(optimizer)
-        return step_record.NO_STEP_YET if steps is None else steps.outcome
+        return NO_STEP_YET if steps is None else steps.outcome
 
     def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
         """Returns the latest steps as plain lists: scales, skips and gradient norms. All loss ids are 0. One host sync.
