@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ampctx._decorators import host_may_read
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError, listed
 from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.kernels.sharding import values_of
+from ampctx.kernels.sharding import is_sharded, values_of
 from ampctx.kernels.tensor_loops import all_none, grad_of, version_of
 
 # --- return values used in the wrong way ------------------------------------------------------------------------------
@@ -94,6 +94,27 @@ def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
                 "train together to one amp.initialize, and add later parameters with optimizer.add_param_group(). See "
                 "docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
             )
+
+
+# --- a model that was sharded too late --------------------------------------------------------------------------------
+
+
+def steps_one_of(binding: Any, names: Any) -> bool:
+    """Whether an optimizer steps a parameter of the models that ``names`` knows."""
+    of_models = {id(p) for params in names.by_model() for p in params.values()}
+    return not of_models.isdisjoint(map(id, binding.model_params()))
+
+
+def refuse_sharded_since(binding: Any, names: Any) -> None:
+    """Raises AmpError if sharding has given the models other parameters than an optimizer steps."""
+    if not binding.params() or steps_one_of(binding, names):
+        return
+    if any(is_sharded(p) for params in names.by_model() for p in params.values()):
+        raise AmpError(
+            f"{type(binding.optimizer).__name__}.step(): the model was sharded after amp.initialize, which gave it new "
+            "parameters, and this optimizer steps the former ones. Shard the model first, then make the optimizer, "
+            "then call amp.initialize. See docs/guide/fsdp_zero.md#fsdp2."
+        )
 
 
 # --- blocks over the wrong optimizer ----------------------------------------------------------------------------------

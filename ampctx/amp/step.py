@@ -8,7 +8,6 @@ Closures, and the two steps of SAM, are in ``closures``.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,25 +20,23 @@ from torch import Tensor
 from ampctx._data_writes import message
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, listed
-from ampctx.amp import closures
+from ampctx.amp import closures, culprits
 from ampctx.amp.hints import Hints, tell
 from ampctx.amp.log import SkipLog
 from ampctx.amp.methods import CHECKPOINT, as_copied, called_by, called_by_grad_scaler, replace, weak_method
-from ampctx.amp.misuse import LeftGrads
+from ampctx.amp.misuse import LeftGrads, refuse_sharded_since, steps_one_of
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import AS_IT_IS, CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
-from ampctx.kernels.sharding import is_sharded, values_of
+from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
 from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
-from ampctx.weights.pending import Pending
 from ampctx.weights.step import Step, has_parameter
 
 _NOTHING = Step()
@@ -80,8 +77,8 @@ class OptimizerBinding:
         # Of other optimizers, each step asks.
         self._is_by_device = masters.takes_step and skips_by_itself(optimizer)
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of, self._culprits_later = names, weak_method(self._culprits_of)
-        self._was_of_models = self._is_among([p for params in names.by_model() for p in params.values()])
+        self._names_of = names
+        self._was_of_models = steps_one_of(self, names)
         methods: dict[str, Callable] = {"step": self._step, "zero_grad": self._zero_grad}
         methods |= {"add_param_group": self._add_param_group, "__reduce_ex__": self._reduce_ex}
         own = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
@@ -272,21 +269,14 @@ class OptimizerBinding:
             self._first_steps -= 1
             if called_by_grad_scaler():
                 self.refuse_grad_scaler()
-            of_models = [p for params in self._names_of.by_model() for p in params.values()]
-            is_other = self._was_of_models and self.params() and not self._is_among(of_models)
-            if is_other and any(map(is_sharded, of_models)):
-                raise AmpError(
-                    f"{type(self.optimizer).__name__}.step(): the model was sharded after amp.initialize, which gave "
-                    "it new parameters, and this optimizer steps the former ones. Shard the model first, then make "
-                    "the optimizer, then call amp.initialize. See docs/guide/fsdp_zero.md#fsdp2."
-                )
-
-    def _is_among(self, params: list[Tensor]) -> bool:
-        return not {id(p) for p in self.model_params()}.isdisjoint(map(id, params))
+            if self._was_of_models:
+                refuse_sharded_since(self, self._names_of)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """One ``optimizer.step()``: refuses what would go wrong, makes sure that all gradients are unscaled and
+        checked, asks who decides about a skip, steps or not, and records it."""
         if self.inside or self.released:
             return original(*args, **kwargs)
         if CHECKPOINT in sys.modules and not self.optimizer.state and called_by():
@@ -305,7 +295,7 @@ class OptimizerBinding:
                 return closures.step(self, original, closure, args, kwargs)
             self.ready()
             if self._is_by_device or self.device_decides():
-                # At the limit of skips in a row, the host must know.
+                # The host asks only whether this would be one skip too many in a row.
                 if self.steps.limit is not None and (losses := self.steps.overflowed_at_limit(self.flags.by_loss)):
                     return self.decided(losses)
                 return self.step_on_device(original, None, args, kwargs)
@@ -322,9 +312,9 @@ class OptimizerBinding:
         """Runs the optimizer's own code with casts off. Afterwards, also after an exception, model weights are the
         rounded masters."""
         before, masters = self.inside, self.masters
-        masters.begin()
-        self.inside = True
         try:
+            masters.begin()
+            self.inside = True
             with self.casts.suspended() if self.casts.undo else AS_IT_IS:
                 result = original(*args, **kwargs)
             self.inside = before
@@ -342,25 +332,26 @@ class OptimizerBinding:
         return not has_parameter(type(optimizer).step, "grad_scaler") and skips_by_itself(optimizer, before_backward)
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
-        """The step of an optimizer that skips by itself. No host sync."""
+        """The step of an optimizer that skips by itself: gives it the flags, runs it, and records what it will have
+        decided. No host sync."""
         optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
         own = vars(optimizer)
-        former = own.get("found_inf")
+        had, former = "found_inf" in own, own.get("found_inf")
         try:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
             self.offer(former)
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, later = self.given, self.gradients.checked, self._culprits_later
+            step, checked, binding = self.given, self.gradients.checked, weakref.ref(self)
             scales, flags.scales_used = flags.scales_used, {}
             outcome = self.steps.left_to_device(
                 flags.by_loss,
                 scales,
                 self._grad_norm(step.pending),
                 step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
-                self._culprits,
-                lambda is_current: later(is_current, checked),
+                functools.partial(culprits.now, self),
+                functools.partial(culprits.later, binding, checked),
                 external=former is not None,
                 counts=step.counts,
             )
@@ -373,8 +364,7 @@ class OptimizerBinding:
             self.given = _NOTHING
             if not takes:
                 own.pop("found_inf", None)
-                if former is not None:
-                    own["found_inf"] = former
+                own.update({"found_inf": former} if had else {})
         self.steps.conclude(optimizer, outcome)
         return result
 
@@ -399,51 +389,24 @@ class OptimizerBinding:
 
     def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
-        culprits = self._culprits() if losses else ()
+        found = culprits.now(self) if losses else ()
         norm = self._grad_norm(self.gradients.pending if losses else None)
         self.drop_master_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()
-        self.steps.decided(self.optimizer, losses, scales, norm, culprits)
+        self.steps.decided(self.optimizer, losses, scales, norm, found)
 
     def drop_master_grads(self) -> None:
-        """Drops the gradients of the masters, which the step has used or skipped."""
+        """Drops the gradients that the step has used or skipped."""
         self.gradients.checked = None
         self.masters.drop_grads()
 
-    def _grad_norm(self, pending: Pending | None) -> Tensor | None:
-        """The norm before clipping, if a clip or a check has computed it. No host sync."""
-        without_master = self.masters.params_without_master
-        if pending is None:
-            return norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
-        if pending.clipped_from is not None:
-            return pending.clipped_from
-        for p in without_master:
-            if stored_grad(p) is not None:
-                return None  # the check has not read these
-        return pending.norm()
-
-    def _culprits(self) -> Culprits:
-        pending = self.gradients.pending
-        grads = {} if pending is None else pending.grads
-        of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
-        found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
-        return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
-
-    def _culprits_of(self, is_current: bool, checked: Pending | None) -> Culprits:
-        """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
-        if self.masters.pairs and checked is None:
-            return ()
-        found: Culprits = ()
-        if checked is not None and (masters := checked.not_finite()):
-            names = self.names_by_id()
-            of = [p for p, master in self.masters.pairs if id(master) in masters]
-            found = tuple(Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None) for p in of)
-        if is_current:
-            others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
-            found += culprits_among(others, self.names_by_id)
-        return found
+    def _grad_norm(self, pending: Any) -> Tensor | None:
+        """The norm of the step's gradients before clipping, if a clip or a check has computed it. No host sync."""
+        if pending is not None:
+            return pending.norm_before_step(self.masters.params_without_master)
+        return norm_before_clipping(map(stored_grad, self.params()))
 
     # --- names and factors --------------------------------------------------------------------------------------------
 

@@ -175,6 +175,15 @@ class Pending:
         """The L2 norm of the unscaled gradients as they are now, 0-d fp32 on the device of the first. No host sync."""
         return self._norm if self._clip is None else self._norm * foreach.move(self._clip.value, self._norm.device)
 
+    def norm_before_step(self, others: Sequence[Tensor]) -> Tensor | None:
+        """The norm before clipping. None if nobody has computed it, because ``others`` have gradients, too."""
+        if self.clipped_from is not None:
+            return self.clipped_from
+        for p in others:
+            if stored_grad(p) is not None:
+                return None
+        return self._norm
+
     @torch.no_grad()
     def write(self) -> None:
         """Writes the unscaled fp32 gradient of each master. Adds one that autograd has meanwhile written there."""
