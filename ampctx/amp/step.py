@@ -406,7 +406,7 @@ class OptimizerBinding:
         """The norm of the step's gradients before clipping, if a clip or a check has computed it. No host sync."""
         if pending is not None:
             return pending.norm_before_step(self.masters.params_without_master)
-        return norm_before_clipping(map(stored_grad, self.params()))
+        return norm_before_clipping(map(stored_grad, [*self.masters.masters, *self.masters.params_without_master]))
 
     # --- names and factors --------------------------------------------------------------------------------------------
 
