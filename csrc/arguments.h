@@ -1,6 +1,5 @@
-// The arguments of one call of an op, in their order, and its results; and what ops know of a tensor: read through
-// torch's C shim for the arguments of the dispatcher, and through DLPack for those of a plan (plan.h), where the caller
-// keeps the tensors.
+// Arguments of one op call, in their order, and its results. Two sources: torch's dispatcher (through the C shim, owned
+// here) or a plan (through DLPack, owned by the plan).
 #pragma once
 
 #include <algorithm>
@@ -103,8 +102,8 @@ inline View view_of(const torch_abi::Tensor& tensor, bool is_written) {
   if (!view.is_strided) return view;
   view.layout = {tensor.dim(), tensor.sizes(), tensor.strides()};
   view.is_contiguous = view.numel == 0 || is_contiguous(view.layout);
-  // Somebody may have freed the storage (FSDP does between uses of a parameter) or made it smaller under a view; the
-  // address is then null, or null and an offset, or one behind the end.
+  // Somebody may have freed the storage (FSDP does between uses of a parameter) or made it smaller under a view. The
+  // address is then null, or null and an offset, or one behind the end: its pointer must not be used.
   const ElementType* const type = type_of(view.dtype);
   const int64_t bytes = type ? type->bits / 8 : 0;
   view.has_memory = view.numel == 0 || (tensor.storage_offset() + view.numel) * bytes <= tensor.storage_bytes();

@@ -33,12 +33,12 @@ struct ListArgument {
 };
 
 // Of an argument, or of the tensor at an index of a list.
-struct Name {
+struct ArgumentName {
   const char* name;
   int64_t index;
 
-  Name(const char* name, int64_t index = -1) : name(name), index(index) {}
-  friend std::ostream& operator<<(std::ostream& out, const Name& self) {
+  ArgumentName(const char* name, int64_t index = -1) : name(name), index(index) {}
+  friend std::ostream& operator<<(std::ostream& out, const ArgumentName& self) {
     out << self.name;
     return self.index < 0 ? out : out << "[" << self.index << "]";
   }
@@ -60,34 +60,34 @@ class Call {
       : Call(op, backend, "found_inf", found_inf) {
     if (first.tensors.empty()) return;
     device = first.tensors[0].device;
-    decided_by_ = Name(first.name, 0);
+    decided_by_ = ArgumentName(first.name, 0);
   }
 
   template <class... Why>
-  [[noreturn]] void refuse(Name name, const Why&... why) const {
+  [[noreturn]] void refuse(ArgumentName name, const Why&... why) const {
     fail(op, ": ", name, " ", why...);
   }
 
-  void check_defined(Name name, const View& tensor) const {
+  void check_defined(ArgumentName name, const View& tensor) const {
     if (!tensor.is_defined) refuse(name, "is None, expected a tensor");
   }
 
-  void check_dtype(Name name, const View& tensor, int32_t dtype) const {
+  void check_dtype(ArgumentName name, const View& tensor, int32_t dtype) const {
     if (tensor.dtype == dtype) return;
     refuse(name, "has dtype ", dtype_name(tensor.dtype), ", expected ", dtype_name(dtype).substr(sizeof("torch.") - 1));
   }
 
-  void check_device(Name name, const View& tensor) const {
+  void check_device(ArgumentName name, const View& tensor) const {
     if (tensor.device != device) {
       refuse(name, "is on ", tensor.device.name(), ", ", decided_by_, " is on ", device.name());
     }
   }
 
-  void check_memory(Name name, const View& tensor) const {
+  void check_memory(ArgumentName name, const View& tensor) const {
     if (!tensor.has_memory) refuse(name, "has no memory: its storage has been freed or made smaller");
   }
 
-  void check_one_element(Name name, const View& tensor) const {
+  void check_one_element(ArgumentName name, const View& tensor) const {
     check_defined(name, tensor);
     if (tensor.numel != 1) refuse(name, "has ", tensor.numel, " elements, expected 1");
   }
@@ -98,7 +98,7 @@ class Call {
   }
 
   // The memory of a contiguous tensor.
-  void* data(Name name, const View& tensor) const {
+  void* data(ArgumentName name, const View& tensor) const {
     check_device(name, tensor);
     if (!tensor.is_contiguous) refuse(name, "is not contiguous");
     check_memory(name, tensor);
@@ -107,7 +107,7 @@ class Call {
 
   // The one element.
   template <class T = float>
-  T* element(Name name, const View& tensor, int32_t dtype = aoti_torch_dtype_float32()) const {
+  T* element(ArgumentName name, const View& tensor, int32_t dtype = aoti_torch_dtype_float32()) const {
     check_one_element(name, tensor);
     check_dtype(name, tensor, dtype);
     check_device(name, tensor);
@@ -119,7 +119,7 @@ class Call {
   PerTensor elements(const ListArgument& argument) const {
     PerTensor pointers(argument.tensors.size());
     for (size_t i = 0; i < pointers.size(); ++i) {
-      pointers[i] = element(Name(argument.name, i), argument.tensors[i]);
+      pointers[i] = element(ArgumentName(argument.name, i), argument.tensors[i]);
     }
     return pointers;
   }
@@ -137,7 +137,7 @@ class Call {
   }
 
   // A factor is an fp32 scalar on the device of the call, or an fp32 or fp64 one on the CPU, which is read here.
-  Factor factor(Name name, const View& factor) const {
+  Factor factor(ArgumentName name, const View& factor) const {
     check_one_element(name, factor);
     const bool is_f32 = factor.dtype == aoti_torch_dtype_float32(), is_cpu = factor.device.is_cpu();
     if (!is_cpu) check_device(name, factor);
@@ -153,9 +153,9 @@ class Call {
     return backend.has_device_pointers && factor.device == device ? Factor{value, 0.0} : Factor{nullptr, *value};
   }
 
-  // That factor, clipped where max_norm is not negative. Where the host knows all of it, it becomes one number.
+  // That factor, clipped where max_norm is not negative. On the CPU both numbers are known: fold them into one.
   ClippedFactor clipped(const Factor& given, const View& grad_norm, double max_norm) const {
-    // A negative number too small for fp32 is -0.0 there, which would clip.
+    // -1e-50 rounds to -0.0f, which is not < 0: test the double.
     const float limit = max_norm < 0 ? -1.0f : static_cast<float>(max_norm);
     ClippedFactor clipped{given, factor("grad_norm", grad_norm), limit};
     if (clipped.max_norm < 0 || backend.has_device_pointers) return clipped;
@@ -175,7 +175,7 @@ class Call {
     lists.total_tensors = static_cast<int64_t>(tensors.size());
     lists.pointer[list].reserve(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const Name name(argument.name, i);
+      const ArgumentName name(argument.name, i);
       const View &view = tensors[i], &first = first_argument.tensors[i];
       if (!view.is_strided) refuse(name, "is not a strided tensor");
       if (DType other; !known || (view.dtype != code && !(to_dtype(view.dtype, other) && allows(allowed, other)))) {
@@ -186,14 +186,14 @@ class Call {
       }
       check_device(name, view);
       if (view.numel != first.numel) {
-        refuse(name, "has ", view.numel, " elements, ", Name(first_argument.name, i), " has ", first.numel);
+        refuse(name, "has ", view.numel, " elements, ", ArgumentName(first_argument.name, i), " has ", first.numel);
       }
       if (view.numel == 0) continue;
       if (!view.is_contiguous && !is_dense(view.layout)) {
         refuse(name, "is not contiguous: its elements do not fill one block of memory");
       }
       if (!(view.is_contiguous && first.is_contiguous) && !same_strides(view.layout, first.layout)) {
-        refuse(name, "and ", Name(first_argument.name, i), " have different memory layouts");
+        refuse(name, "and ", ArgumentName(first_argument.name, i), " have different memory layouts");
       }
       check_memory(name, view);
       lists.pointer[list].push_back(view.data);
@@ -221,18 +221,18 @@ class Call {
   Device device;
 
  private:
-  Name decided_by_;
+  ArgumentName decided_by_;
 };
 
 // Makes the device of a call current for its duration, and keeps the memory that its kernels ask for: torch gives it
 // away again in the order of the stream.
-class Scope {
+class DeviceScope {
  public:
-  explicit Scope(const Call& call) : device_(call.device) {
+  explicit DeviceScope(const Call& call) : device_(call.device) {
     context.parallel_for = &torch_abi::parallel_for;
     context.owner = this;
     context.allocate = [](void* owner, int64_t bytes) {
-      Scope& self = *static_cast<Scope*>(owner);
+      DeviceScope& self = *static_cast<DeviceScope*>(owner);
       self.memory_.push_back(torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), self.device_));
       return self.memory_.back().mutable_data();
     };
@@ -244,8 +244,8 @@ class Scope {
     context.device = device_.index;
   }
 
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
 
   void* allocate(int64_t bytes) const { return bytes > 0 ? context.allocate(context.owner, bytes) : nullptr; }
 

@@ -1,7 +1,12 @@
-// One boxed function per op and backend, and their registration, which ampctx/kernels/extension.py calls.
+// One function per op and backend, and their registration, which ampctx/kernels/extension.py calls. The path of a call:
 //
-// The schemas are in ampctx/kernels/definitions.py. A boxed function takes its arguments off the stack, checks them,
-// and puts the results on the stack. torch turns its C++ exceptions into RuntimeError (error.h).
+//   library.cpp    op_of: from torch's dispatcher, or from a plan (plan.h) without it; takes arguments (arguments.h)
+//   check.h        Call: checks them and names what is wrong; gives TensorLists, FoundInf, Factor
+//   ops.h          the entry points of the kernels, free of torch from here on
+//   cpu | cuda     walks over the elements of lists
+//   functors       the arithmetic of an element, one text for both
+//
+// The schemas are in ampctx/kernels/definitions.py. torch turns C++ exceptions into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 
@@ -86,7 +91,7 @@ void multi_tensor_scale(Arguments& in) {
   if (clips) factor = call.clipped(factor, grad_norm, max_norm);
   const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
   if (lists.size() == 0 && !updates) return;
-  backend.scale(Scope(call).context, lists, flag, factor, updates ? &checked : nullptr);
+  backend.scale(DeviceScope(call).context, lists, flag, factor, updates ? &checked : nullptr);
 }
 
 template <const Backend& backend>
@@ -103,7 +108,7 @@ void multi_tensor_axpby(Arguments& in) {
     call.refuse("arg_to_check", "is ", arg_to_check, ", expected -1, 0 or 1");
   }
   if (lists.size() == 0) return;
-  backend.axpby(Scope(call).context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
+  backend.axpby(DeviceScope(call).context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
 }
 
 // The norm ops; without inv_scale the factor is 1.
@@ -124,15 +129,15 @@ void multi_tensor_l2norm(Arguments& in) {
   const Factor factor = has_inv_scale ? call.factor("inv_scale", inv_scale) : Factor{};
   const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
 
-  Scope scope(call);
+  DeviceScope scope(call);
   const bool f64 = lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t norms = per_tensor ? lists.total_tensors : 0;
   void* const norm = in.result(op, nullptr, dtype, call.device);
   void* const each = in.result(op, &norms, dtype, call.device);
-  void* const again = updates ? in.result(op, nullptr, dtype, call.device) : nullptr;
+  void* const norm_copy = updates ? in.result(op, nullptr, dtype, call.device) : nullptr;
   void* const workspace = scope.allocate(backend.norms_workspace(lists, 1));
-  backend.l2norm(scope.context, lists, flag, factor, {norm, again, norms ? each : nullptr, workspace},
+  backend.l2norm(scope.context, lists, flag, factor, {norm, norm_copy, norms ? each : nullptr, workspace},
                  updates ? &checked : nullptr);
 }
 
@@ -144,7 +149,7 @@ void update_scale(Arguments& in) {
   update.take_rule(in);
   const Call call("update_scale", backend, "scale", update.scale);
   const ScaleUpdate checked = update.check(call, "scale", call.found_inf(found_inf));
-  backend.update_scale(Scope(call).context, checked.state, checked.rule);
+  backend.update_scale(DeviceScope(call).context, checked.state, checked.rule);
 }
 
 template <const Backend& backend>
@@ -152,7 +157,7 @@ void block_factors(Arguments& in) {
   const View scale = in.tensor();
   const Call call("block_factors", backend, "scale", scale);
   const float* const from = call.element("scale", scale);
-  const Scope scope(call);
+  const DeviceScope scope(call);
   const auto result = [&] {
     return static_cast<float*>(in.result(call.op, nullptr, aoti_torch_dtype_float32(), call.device));
   };
@@ -174,18 +179,16 @@ void count_skip(Arguments& in) {
   const FoundInf step = call.found_inf(found_inf), of_loss = call.found_inf(flag);
   float* const of_slot = numbers + 2 + 2 * slot;
   const SkipCounts to{is_first ? numbers : nullptr, numbers + 1, of_slot, of_slot + 1, call.element("scale", scale)};
-  backend.count_skip(Scope(call).context, to, step, of_loss);
+  backend.count_skip(DeviceScope(call).context, to, step, of_loss);
 }
 
-// --- optimizers
-// -------------------------------------------------------------------------------------------------------
+// --- optimizers ------------------------------------------------------------------------------------------------------
 
-// The arguments of a step, of one pattern, that of ampctx/kernels/spec.py: grads, params, states, extras, step
-// counts, skip counts, scalars, the norm to clip by, the op's own numbers, how to store, the bound of the
-// norm. So have their checks.
+// The arguments of a step, and their checks. All step ops have one pattern (OpSpec.lists and OpSpec.values in
+// ampctx/kernels/spec.py): lists, one-element tensors, the op's own numbers, the numbers of every step.
 class StepArguments {
  public:
-  // All in front of the op's own numbers.
+  // Takes all in front of the op's own numbers.
   StepArguments(Arguments& in, std::initializer_list<StateList> states, std::initializer_list<const char*> factors,
                 bool unscales)
       : states_(states), unscales_(unscales) {
@@ -202,7 +205,7 @@ class StepArguments {
     for (const char* name : factors) factors_.emplace_back(name, in.tensor());
     grad_norm_ = in.tensor(), numbers_ = in.tensor();
   }
-  // All behind these.
+  // Takes all behind them.
   void take_rest(Arguments& in) {
     maximize_ = in.flag(), write_back_ = in.integer(), seed_ = in.integer(), max_norm_ = in.number();
     stochastic_state_ = in.flag();
@@ -306,14 +309,14 @@ class StepArguments {
     std::vector<void*> pointers;
     pointers.reserve(scales.tensors.size());
     for (size_t i = 0; i < scales.tensors.size(); ++i) {
-      const Name name(scales.name, i);
+      const ArgumentName name(scales.name, i);
       const View& view = scales.tensors[i];
       if (!view.is_strided) call.refuse(name, "is not a strided tensor");
       call.check_dtype(name, view, aoti_torch_dtype_float32());
       call.check_device(name, view);
       if (const int64_t expected = code_blocks(grads().tensors[i].numel); view.numel != expected) {
         call.refuse(name, "has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of ",
-                    Name("grads", i));
+                    ArgumentName("grads", i));
       }
       void* const data = call.data(name, view);
       if (view.numel > 0) pointers.push_back(data);
@@ -354,7 +357,7 @@ void step_op(Arguments& in) {
 
   const Call call(unscales ? Op::unscaling_name : Op::name, backend, arguments.grads(), arguments.found_inf());
   StepCall step = arguments.check(call, Op::rule(options));
-  Scope scope(call);
+  DeviceScope scope(call);
   const bool counts_here = !backend.has_device_pointers || step.lists.total_tensors == 0;
   if (counts_here && step.skips.overflowed) {
     backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);

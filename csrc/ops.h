@@ -74,10 +74,10 @@ struct Context {
 };
 
 // Where norms go, fp32 (fp64 when a list is fp64): `norm` has one element, `per_tensor` total_tensors or is null.
-// `again`: where the first goes too, or null.
+// norm_copy: receives the same value as `norm`, or null.
 struct NormOutputs {
   void* norm;
-  void* again;
+  void* norm_copy;
   void* per_tensor;
   void* workspace;  // norms_workspace bytes
 };
@@ -103,7 +103,7 @@ struct BlockFactors {
   float* found_inf;
 };
 
-// One fp32 element for each tensor of the caller's lists, those without elements too. No two are the same.
+// Pointers to one fp32 element per tensor, empty ones included; all distinct.
 using PerTensor = std::vector<float*>;
 
 // What a step tells its kernels of all tensors alike. Where found_inf is set, nothing changes.
@@ -115,12 +115,12 @@ struct StepParameters {
   bool unscales = false;          // whether the gradients become what the step computes with: times inv_scale
   bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
   WriteBack write_back = WriteBack::nearest;
-  SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
+  SkipCounts skips;  // The kernel counts; on the CPU, and where no tensor has elements, library.cpp does.
 };
 
 // What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. The
-// step counts go up by one before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of
-// tensors with elements.
+// step counts go up by one before anything is computed. CUDA: pointer[depth] holds
+// their addresses, as one more list of the table.
 struct StepCall : StepParameters {
   TensorLists lists;
   PerTensor steps;              // step counts

@@ -24,7 +24,7 @@ struct PlannedCall {
   std::vector<int> written;  // columns
 };
 
-// In a capsule. Who holds that keeps the Python objects, where the garbage collector sees them.
+// In a capsule. Borrowed pointers: the Plan of kernels/plan.py owns the objects, so that the collector can see cycles.
 constexpr const char* kCapsule = "ampctx._ops.plan";
 struct State {
   PyObject *groups, *members, *mappings, *idle;
@@ -68,7 +68,7 @@ inline bool is_shared(const State& state) {
 }
 
 // What one call is given at a run: lists of tensors for its columns of -1, then its values.
-struct Given {
+struct CallArguments {
   const PlannedCall* call = nullptr;
   std::deque<Views> fresh;
   std::vector<const Views*> lists;
@@ -95,11 +95,11 @@ struct Given {
 };
 
 // False with an exception set, for what a kernel refuses.
-inline bool run_calls(const std::vector<Given>& given) {
+inline bool run_calls(const std::vector<CallArguments>& given) {
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();
   try {
-    for (const Given& each : given) {
+    for (const CallArguments& each : given) {
       const auto shown = torch_abi::shown(each.call->name.c_str());
       Arguments in(each.lists, each.values);
       each.call->kernel(in);
@@ -131,7 +131,7 @@ inline bool bump_versions(const State& state) {
 // Takes gradients that no call writes from their parameters.
 inline bool take_grads(const State& state) {
   for (const Column& column : state.columns) {
-    for (size_t i = 0; column.is_grads() && !column.is_written && i < column.known.size(); ++i) {
+    for (size_t i = 0; column.is_grads() && !column.is_written && i < column.hints.size(); ++i) {
       if (torch.set_grad(torch.grad, PyList_GetItem(column.owners, i), Py_None) != 0) return false;
     }
   }
@@ -141,7 +141,7 @@ inline bool take_grads(const State& state) {
 // Of columns that were just read.
 inline Code make_calls(State& state, PyObject* arguments, bool may_share) {
   if (!may_share && is_shared(state)) return kDiffers;
-  std::vector<Given> given(state.calls.size());
+  std::vector<CallArguments> given(state.calls.size());
   for (size_t i = 0; i < given.size(); ++i) {
     PyObject* const of_call = PyList_GetItem(arguments, i);
     if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
@@ -162,7 +162,7 @@ inline Code run_again(State& state, PyObject* groups, PyObject* arguments, PyObj
   for (Column& column : state.columns) {
     if (PyObject* const list = column.is_grads() && grads != Py_None ? PyList_GetItem(grads, next++) : Py_None;
         list != Py_None) {
-      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.known.size())) return PyErr_Clear(), kDiffers;
+      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.hints.size())) return PyErr_Clear(), kDiffers;
       Py_IncRef(column.read = list);
     }
     if (const Code code = read_column(column, takes)) return code;
@@ -178,7 +178,7 @@ inline PyObject* run(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "OOOOpp", &plan, &groups, &arguments, &grads, &may_share, &takes)) return nullptr;
   State* const state = static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule));
   if (!state) return nullptr;
-  // It may be running: Python code runs where an object dies.
+  // A destructor that runs during this call may step again.
   if (state->is_running) return Py_NewRef(Py_None);
   state->is_running = true;
   const PlainGetters guard;
@@ -221,7 +221,7 @@ inline int add_column(State& state, PyObject* from) {
     if (size == 2 && !is_plain(owner) && !is_sharded(owner)) return -2;
     column.views.push_back(view);
     // Gradients are others at each run.
-    column.known.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor), std::move(spec)});
+    column.hints.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor), std::move(spec)});
   }
   if (column.is_grads()) Py_IncRef(column.read = tensors);
   state.columns.push_back(std::move(column));

@@ -13,7 +13,7 @@ namespace ampctx::python {
 
 using python_abi::Reference;
 
-// Given by use_python(), and kept for good. Where that did not return True, nobody may call the other functions.
+// Set once by use_python(). If it returns False, Python must not call anything else in this file.
 struct Torch {
   const python_abi::DLPackExchange* exchange = nullptr;
   PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *types = nullptr,
@@ -157,16 +157,15 @@ class PlainGetters {
 // Whether a plan runs; kError: with an exception set.
 enum Code { kError = -1, kRuns, kDiffers };
 
-// Of a tensor, besides its view. Where torch and Python keep it is never read: a loop over many small tensors waits for
-// memory most of all, and these lines are fetched ahead.
-struct Known {
-  uint64_t layout;
-  const void *object, *storage;
-  Reference spec;  // of a DTensor
+// What a plan remembers of a tensor besides its view.
+struct PrefetchHints {
+  uint64_t layout;               // layout_number
+  const void *object, *storage;  // Addresses to prefetch. Never read.
+  Reference spec;                // of a DTensor
 };
 
-// Where the tensors of an op's list come from: a list of them, the gradients of parameters, or an entry of each of some
-// dicts, which the plan does not keep, as a program may move state to the host to have its memory.
+// How to find the tensors again. kList: this list. kGrads: `.grad` of these parameters. kEntries: dict[key] of these
+// dicts, looked up anew because state_dict or offload may replace entries.
 enum class From { kList, kGrads, kEntries };
 
 struct Column {
@@ -174,7 +173,7 @@ struct Column {
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
   bool is_written = false, is_sharded = false;
   Views views{};  // as they were in the last run; of DTensors those of this rank's parts
-  std::vector<Known> known{};
+  std::vector<PrefetchHints> hints{};
   PyObject* read = nullptr;   // the gradients, entries or parts of this run, kept for it
   PyObject* whole = nullptr;  // the DTensors that these are parts of
 
@@ -195,10 +194,10 @@ inline const void* storage_of(PyObject* tensor) {
   return PyErr_Clear(), found;
 }
 
-inline void prefetch(const View& view, const Known& known) {
+inline void prefetch(const View& view, const PrefetchHints& hints) {
   const auto* const sizes = reinterpret_cast<const char*>(view.layout.sizes);
-  const auto* const storage = static_cast<const char*>(known.storage);
-  for (const void* line : {known.object, static_cast<const void*>(sizes - 64), static_cast<const void*>(sizes),
+  const auto* const storage = static_cast<const char*>(hints.storage);
+  for (const void* line : {hints.object, static_cast<const void*>(sizes - 64), static_cast<const void*>(sizes),
                            static_cast<const void*>(storage), static_cast<const void*>(storage + 64)}) {
     __builtin_prefetch(line);
   }
@@ -210,7 +209,7 @@ inline Code read_tensor(Column& column, size_t i, PyObject* tensor, bool is_kept
   View view, &former = column.views[i];
   if (!tensor || !read(tensor, view, column.is_grads() ? nullptr : former.data)) return PyErr_Clear(), kDiffers;
   if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
-      layout_number(view) != column.known[i].layout) {
+      layout_number(view) != column.hints[i].layout) {
     return kDiffers;
   }
   if (column.is_grads() ? is_kept && !view.fills_storage : view.data != former.data) return kDiffers;
@@ -219,16 +218,16 @@ inline Code read_tensor(Column& column, size_t i, PyObject* tensor, bool is_kept
 }
 
 // Takes this rank's part of a DTensor. False where it is none, or a gradient that is laid out otherwise over the ranks.
-inline bool take_part(Column& column, const Known& known, PyObject* whole, Reference& part) {
+inline bool take_part(Column& column, const PrefetchHints& hints, PyObject* whole, Reference& part) {
   if (!whole || !is_sharded(whole)) return false;
-  if (column.is_grads() && !same_layout(spec_of(whole), known.spec)) return false;
+  if (column.is_grads() && !same_layout(spec_of(whole), hints.spec)) return false;
   part = part_of(whole);
   return part && (!column.is_written || PyList_Append(column.whole, whole) == 0);
 }
 
 inline Code read_column(Column& column, bool takes) {
   const bool is_kept = takes && !column.is_written;
-  const size_t count = column.known.size();
+  const size_t count = column.hints.size();
   const bool is_given = column.read != nullptr;
   const bool collects = !is_given && (column.from != From::kList || column.is_sharded);
   if (is_given && column.is_sharded) return kDiffers;
@@ -237,7 +236,7 @@ inline Code read_column(Column& column, bool takes) {
   for (size_t i = 0; i < count; ++i) {
     PyObject* const list = is_given ? column.read : column.owners;
     prefetch_item(list, i);
-    if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.known[i + kAhead]);
+    if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.hints[i + kAhead]);
     PyObject* tensor = PyList_GetItem(list, i);
     Reference grad, part;
     if (collects && tensor && column.is_grads()) {
@@ -246,8 +245,8 @@ inline Code read_column(Column& column, bool takes) {
     } else if (collects && tensor && column.from == From::kEntries) {
       tensor = PyDict_GetItemWithError(tensor, column.key);
     }
-    if (column.known[i].spec) {
-      if (!take_part(column, column.known[i], tensor, part)) return PyErr_Clear(), kDiffers;
+    if (column.hints[i].spec) {
+      if (!take_part(column, column.hints[i], tensor, part)) return PyErr_Clear(), kDiffers;
       tensor = part.get();
     }
     if (const Code code = read_tensor(column, i, tensor, is_kept)) return code;

@@ -80,7 +80,7 @@ void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_
     total += sum[0];
   });
   *static_cast<T*>(outputs.norm) = static_cast<T>(std::sqrt(total));
-  if (outputs.again) *static_cast<T*>(outputs.again) = *static_cast<T*>(outputs.norm);
+  if (outputs.norm_copy) *static_cast<T*>(outputs.norm_copy) = *static_cast<T*>(outputs.norm);
 }
 
 }  // namespace

@@ -154,8 +154,8 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp. They convert gradients
-// and copies on the way where all else is as the arithmetic has it; elsewhere blocks are converted before and after.
+// The step itself, with the scalars of advance_steps(). If weights and states are fp32, the loop (simd_optimizers.cpp)
+// converts 16-bit gradients and copies itself; else blocks are converted around it.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
             const StepLoopsOf<T, Optimizer>& loops) {

@@ -138,8 +138,8 @@ struct Vector {
 #endif
 };
 
-// Returns how many elements it has converted: fp16, in whole vectors, as one that is stored by halves and read at once
-// stalls.
+// Returns how many elements it has converted: fp16 in whole vectors. A vector that is read right after two stores of
+// its halves would stall.
 template <class From, class To>
 int64_t convert_vectors([[maybe_unused]] const From* in, [[maybe_unused]] To* out, [[maybe_unused]] int64_t n) {
 #ifdef __F16C__

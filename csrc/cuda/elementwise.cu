@@ -12,13 +12,14 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = factor.get();
   bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0),
+                                         [&](auto& value, const ElementIndices&) {
 #pragma unroll
-      for (int k = 0; k < kCount<decltype(value)>; ++k) {
-        finite = finite && is_finite(value[0][k]);
-        value[1][k] = scale_element(value[0][k], scale);
-      }
-    });
+                                           for (int k = 0; k < kCount<decltype(value)>; ++k) {
+                                             finite = finite && is_finite(value[0][k]);
+                                             value[1][k] = scale_element(value[0][k], scale);
+                                           }
+                                         });
   });
   if (!finite) *found_inf.word = found_inf.raised;
   if (!update.state.scale || !is_last_block(tickets)) return;
@@ -31,26 +32,26 @@ __global__ void __launch_bounds__(kThreads) axpby_kernel(const __grid_constant__
   const float by_x = a.get(), by_y = b.get();
   bool finite = true;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), [&](auto& value, const Places&) {
+    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2),
+                                         [&](auto& value, const ElementIndices&) {
 #pragma unroll
-      for (int k = 0; k < kCount<decltype(value)>; ++k) {
-        finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
-        value[2][k] = axpby_element(value[0][k], value[1][k], by_x, by_y);
-      }
-    });
+                                           for (int k = 0; k < kCount<decltype(value)>; ++k) {
+                                             finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
+                                             value[2][k] = axpby_element(value[0][k], value[1][k], by_x, by_y);
+                                           }
+                                         });
   });
   if (!finite) *found_inf.word = found_inf.raised;
 }
 
 // Norms, of all tensors and of each. Each block leaves the sum of its share; the block that ends last adds them in
-// fp64, in a fixed order. Where norms of tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last
-// piece of a tensor joins them.
+// fp64, in a fixed order. Where norms of tensors are asked for, each stores partial sums (norms.cuh).
 
 // What the launches of a call are given besides tables.
 struct L2NormTargets {
   float *pieces, *of_blocks;  // pieces of the tensors of a table; the sums of the blocks of all tables
   int64_t blocks;             // of earlier launches
-  float *norm, *again;
+  float *norm, *norm_copy;
   unsigned* tickets;
 
   L2NormTargets(const Context& context, const TensorLists& lists, const NormOutputs& outputs)
@@ -58,7 +59,7 @@ struct L2NormTargets {
         of_blocks(pieces + lists.size() + kMaxBlocks),
         blocks(0),
         norm(static_cast<float*>(outputs.norm)),
-        again(static_cast<float*>(outputs.again)),
+        norm_copy(static_cast<float*>(outputs.norm_copy)),
         tickets(tickets_for(context)) {}
 };
 
@@ -70,11 +71,11 @@ __device__ void join_all(const L2NormTargets& to, int64_t blocks) {
   sum = join_block(sum);
   if (threadIdx.x != 0) return;
   *to.norm = norm_of_sum(sum);
-  if (to.again) *to.again = *to.norm;
+  if (to.norm_copy) *to.norm_copy = *to.norm;
 }
 
-// The sum of a block takes that of each segment whether or not the segments leave pieces. So the norm of all tensors is
-// the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
+// Sums per segment in both variants, so that total norms agree bit for bit with and without per_tensor, where both have
+// the same grid: on a GPU, up to some million elements.
 template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
     l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, Factor factor,
@@ -87,14 +88,14 @@ __global__ void __launch_bounds__(kThreads)
   };
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     float of_segment[1] = {};
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const Places&) {
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), [&](auto& value, const ElementIndices&) {
 #pragma unroll
       for (int k = 0; k < kCount<decltype(value)>; ++k) finite = finite && is_finite(value[0][k]);
       of_segment[0] += sum_of_squares(value[0], inv_scale);
     });
     sum += of_segment[0];
     if constexpr (per_tensor) {
-      leave_piece(table, share, tensor, of_segment, to.pieces, store);
+      store_partial_sum(table, share, tensor, of_segment, to.pieces, store);
     }
   });
   if constexpr (per_tensor) finish_norms<1>(table, share, to.pieces, to.tickets, store);
@@ -168,7 +169,7 @@ void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf
   if (per_tensor && lists.size() < lists.total_tensors) set_to_0(per_tensor, lists.total_tensors);
   if (lists.size() == 0) {
     set_to_0(static_cast<float*>(outputs.norm), 1);
-    if (outputs.again) set_to_0(static_cast<float*>(outputs.again), 1);
+    if (outputs.norm_copy) set_to_0(static_cast<float*>(outputs.norm_copy), 1);
     if (update) update_scale(context, update->state, update->rule);
     return;
   }

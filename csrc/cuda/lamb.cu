@@ -47,8 +47,8 @@ struct LambFunctor {
   TensorScalars<float> tensor{};
   float sum[2] = {};
 
-  template <int n, class Places>
-  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
+  template <int n, class Indices>
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Indices& indices) {
     load_weights<extras>(write_back, value);
     if constexpr (walk != Walk::weights) {
 #pragma unroll
@@ -56,7 +56,7 @@ struct LambFunctor {
         lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], value[2][k], value[3][k]);
       }
       if constexpr (rounds) {
-        places.store_states(value);
+        indices.store_states(value);
       } else {
         round_as_stored(m, value[2]);
         round_as_stored(v, value[3]);
@@ -67,13 +67,13 @@ struct LambFunctor {
     for (int k = 0; k < n; ++k) u[k] = lamb_direction(lamb, tensor, value[1][k], value[2][k], value[3][k]);
     if constexpr (walk == Walk::moments) {
 #pragma unroll
-      for (int k = 0; k < n; ++k) u[k] = places.holds(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
+      for (int k = 0; k < n; ++k) u[k] = indices.holds(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
       sum[0] += sum_of_squares(value[1], 1.0f);
       sum[1] += sum_of_squares(u, 1.0f);
     } else {
 #pragma unroll
       for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
-      store_weights<extras, rounds>(write_back, param, tensor.key, value, places);
+      store_weights<extras, rounds>(write_back, param, tensor.key, value, indices);
     }
   }
 };
@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
               lamb_rate(lr, call.norms.norms[int64_t{2} * tensor], call.norms.norms[int64_t{2} * tensor + 1]);
         }
         walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call.step, functor);
-        if constexpr (walk == Walk::moments) leave_piece(table, share, tensor, functor.sum, call.norms.pieces, store);
+        if constexpr (walk == Walk::moments)
+          store_partial_sum(table, share, tensor, functor.sum, call.norms.pieces, store);
       });
   if constexpr (walk == Walk::moments) {
     finish_norms<2>(table, share, call.norms.pieces, call.norms.tickets, store);

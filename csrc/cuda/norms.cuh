@@ -1,10 +1,10 @@
 // Norms of tensors on CUDA: what multi_tensor_l2norm and the layer-wise optimizers share.
 //
-// A kernel that walks tensors leaves one fp32 partial value for each piece of a tensor that falls into the share of a
-// block (leave_piece). A step along the line of elements changes the block or the tensor, so block + tensor numbers the
-// pieces; where both change at once a number is left out. Who leaves the last piece of a tensor, as a ticket tells,
-// joins its pieces in fp64 (finish_norms). The order is fixed and there are no float atomics: two runs on one device
-// agree to the last bit. (Lists of several tables are cut in other places by older drivers.)
+// A kernel that walks tensors stores one fp32 partial sum for each piece of a tensor that falls into the share of a
+// block (store_partial_sum). Piece (block b, tensor t) is stored at index b + t: unique, as along the line either b or
+// t grows. The last block of a tensor, as a ticket tells, adds up its pieces in fp64 (finish_norms). The order is fixed
+// and there are no float atomics: two runs on one device agree to the last bit. (Lists of several tables are cut in
+// other places by older drivers.)
 #pragma once
 
 #include "../functors/elementwise.h"
@@ -53,8 +53,8 @@ __device__ T join_block(T value) {
 // each of `count` norms. pieces[count * piece + norm]. Calls store(tensor, norm, value) for the norms of a tensor that
 // is in this block alone.
 template <int count, class Table, class Store>
-__device__ void leave_piece(const Table& table, int64_t share, int tensor, const float (&value)[count], float* pieces,
-                            const Store& store) {
+__device__ void store_partial_sum(const Table& table, int64_t share, int tensor, const float (&value)[count],
+                                  float* pieces, const Store& store) {
   float joined[count];
 #pragma unroll
   for (int i = 0; i < count; ++i) joined[i] = join_block(value[i]);
@@ -79,7 +79,7 @@ __device__ void finish_norms(const Table& table, int64_t share, const float* pie
     const int64_t first = table.offset[tensor] / share, last = (table.offset[tensor + 1] - 1) / share;
     if (first == last) return;
     int is_last = 0;
-    if (threadIdx.x == 0) is_last = takes_last_of_tensor(tickets, first, last);
+    if (threadIdx.x == 0) is_last = is_last_arrival_of_tensor(tickets, first, last);
     if (!__shfl_sync(kAllLanes, is_last, 0)) return;
     __syncwarp();  // lane 0 sees the pieces of other blocks, and then the others do
     for (int i = 0; i < count; ++i) {

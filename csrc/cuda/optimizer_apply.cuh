@@ -19,8 +19,8 @@ struct StepFunctor {
   DType param;
   TensorScalars<float> tensor{};
 
-  template <int n, class Places>
-  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
+  template <int n, class Indices>
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Indices& indices) {
     load_weights<extras>(write_back, value);
 #pragma unroll
     for (int k = 0; k < n; ++k) {
@@ -31,7 +31,7 @@ struct StepFunctor {
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
-    store_weights<extras, rounds>(write_back, param, tensor.key, value, places);
+    store_weights<extras, rounds>(write_back, param, tensor.key, value, indices);
   }
 };
 

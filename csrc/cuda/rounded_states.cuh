@@ -127,7 +127,7 @@ class RoundedTensor {
     }
   }
 
-  // As Places.
+  // As ElementIndices.
   static constexpr bool kMayBeCodes = true;
   static __host__ __device__ constexpr bool are_adjacent() { return true; }
   __device__ __forceinline__ int64_t of(int k) const { return at_ + k; }
@@ -183,8 +183,8 @@ class RoundedTensor {
     move_vector<Store>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
-  // The scale of the octet's block, of a state in codes. The thread that stores it is the one that reads it: no other
-  // could read after that. Called by all lanes of a warp.
+  // The scale of the octet's block, of a state in codes. The thread that will store the new scale reads the old one and
+  // sends it to the other lanes, which could read too late. Called by all lanes of a warp.
   __device__ __forceinline__ float load_scale(int state) const {
     if (!is_code(table_.dtype[2 + state])) return 0;
     const int lane = threadIdx.x % kWarp, first = lane / kLanesOfBlock * kLanesOfBlock;

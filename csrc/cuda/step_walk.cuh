@@ -40,7 +40,7 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
   if (!is_here || !counts.tickets) return;
   const int64_t first = table.offset[own], last = table.offset[own + 1] - 1;
   const bool is_whole = first >= begin && last < end;
-  if (is_whole || takes_last_of_tensor(counts.tickets, first / share, last / share)) {
+  if (is_whole || is_last_arrival_of_tensor(counts.tickets, first / share, last / share)) {
     *static_cast<float*>(table.pointer[list][own]) = static_cast<float>(t);
   }
 }
@@ -70,8 +70,8 @@ __device__ inline bool is_skipped(const StepParameters& call) {
   return skipped;
 }
 
-// Weights out of params (list 1) and extras (the last list), and back into them. `extras` says whether the last list is
-// that of extras, `may_lack` whether it may be without tensors.
+// Weights out of params (list 1) and extras (the last list), and back into them. extras: the last list holds
+// extras; may_lack: its pointers may be null.
 template <WriteBack mode>
 using Mode = std::integral_constant<WriteBack, mode>;
 
@@ -87,14 +87,14 @@ __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[dept
   }
 }
 
-template <bool extras, bool may_lack, int depth, int n, class Places>
+template <bool extras, bool may_lack, int depth, int n, class Indices>
 __device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
-                                              const Places& places) {
+                                              const Indices& indices) {
   const auto store = [&](auto by) {
     constexpr WriteBack this_mode = decltype(by)::value;
 #pragma unroll
     for (int k = 0; k < n; ++k) {
-      const uint32_t random = this_mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
+      const uint32_t random = this_mode == WriteBack::stochastic ? random_bits(key_at(key, indices.of(k)), 0) : 0;
       float rest = 0;
       store_weight(this_mode, param, value[1][k], random, value[1][k], rest);
       if constexpr (has_extras(this_mode)) value[depth - 1][k] = rest;

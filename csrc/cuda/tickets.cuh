@@ -10,8 +10,7 @@
 
 namespace ampctx::cuda {
 
-// A set of tickets: one for the launch, and one for each block but the last, which a tensor may begin in and go on
-// from.
+// tickets[0]: blocks of the launch. tickets[1 + b]: the one tensor that begins in block b and ends in a later one.
 constexpr int kTickets = kMaxBlocks;
 
 // A set for the launches of one call. Where none is left, memory that is set to 0, by the stream, in front of them.
@@ -20,7 +19,7 @@ void forget_tickets();  // gives none of the first device away any more; for tes
 
 // Called by one thread, after what its block leaves. Whether it is the last of `count` callers; if so it sees what the
 // others have left.
-__device__ inline bool takes_last(unsigned* ticket, unsigned count) {
+__device__ inline bool is_last_arrival(unsigned* ticket, unsigned count) {
   __threadfence();
   const bool is_last = atomicInc(ticket, count - 1) == count - 1;
   if (is_last) __threadfence();
@@ -29,15 +28,15 @@ __device__ inline bool takes_last(unsigned* ticket, unsigned count) {
 
 // Called by one thread of each block that a tensor has elements in, where these are several: whether it is the last.
 // The ticket is that of the block that the tensor begins in, which no other tensor goes on from.
-__device__ inline bool takes_last_of_tensor(unsigned* tickets, int64_t first_block, int64_t last_block) {
-  return takes_last(tickets + 1 + first_block, static_cast<unsigned>(last_block - first_block + 1));
+__device__ inline bool is_last_arrival_of_tensor(unsigned* tickets, int64_t first_block, int64_t last_block) {
+  return is_last_arrival(tickets + 1 + first_block, static_cast<unsigned>(last_block - first_block + 1));
 }
 
 // Called by all threads of a block: whether it is the last of the launch.
 __device__ inline bool is_last_block(unsigned* tickets) {
   __shared__ bool is_last;
   __syncthreads();  // what any thread of the block leaves
-  if (threadIdx.x == 0) is_last = takes_last(tickets, gridDim.x);
+  if (threadIdx.x == 0) is_last = is_last_arrival(tickets, gridDim.x);
   __syncthreads();
   return is_last;
 }

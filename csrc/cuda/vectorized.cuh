@@ -65,14 +65,14 @@ __device__ inline void store_element(void* base, DType dtype, int64_t i, float v
   static_cast<uint16_t*>(base)[i] = word[0];
 }
 
-// Eight elements of a list as they lie in memory, two to a word where they have 16 bits. Loaded for all lists before
-// the first is converted: a conversion waits for its load, and the loads of the lists behind it would wait too.
+// Eight elements of a list as they lie in memory, two to a word where they have 16 bits. All lists are loaded
+// before the first is converted: a conversion waits for its own load, and would delay the loads behind it.
 struct Raw {
   uint32_t word[kVector];
 };
 
 // Where eight elements of a thread are in their tensor: two fours, one behind the other or apart.
-struct Places {
+struct ElementIndices {
   int64_t low, high;
 
   static constexpr bool kMayBeCodes = false;  // lists of 8-bit codes among them
@@ -103,12 +103,12 @@ struct Load {
 #endif
   }
 
-  template <class Word, class Places>
-  static __device__ __forceinline__ void singly(const void* base, const Places& places, Raw& raw) {
+  template <class Word, class Indices>
+  static __device__ __forceinline__ void singly(const void* base, const Indices& indices, Raw& raw) {
     constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const uint32_t word = places.holds(k) ? static_cast<const Word*>(base)[places.of(k)] : 0;
+      const uint32_t word = indices.holds(k) ? static_cast<const Word*>(base)[indices.of(k)] : 0;
       raw.word[k / each] = k % each == 0 ? word : raw.word[k / each] | word << k % each * bits;
     }
   }
@@ -133,36 +133,36 @@ struct Store {
 #endif
   }
 
-  template <class Word, class Places>
-  static __device__ __forceinline__ void singly(void* base, const Places& places, const Raw& raw) {
+  template <class Word, class Indices>
+  static __device__ __forceinline__ void singly(void* base, const Indices& indices, const Raw& raw) {
     constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      if (places.holds(k)) {
-        static_cast<Word*>(base)[places.of(k)] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
+      if (indices.holds(k)) {
+        static_cast<Word*>(base)[indices.of(k)] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
       }
     }
   }
 };
 
 // Moves eight elements by Load or Store. `is_aligned`, for 16-byte accesses (8 of codes), and all elements are there.
-template <class Move, class Places, class Words>
-__device__ __forceinline__ void move_vector(void* base, DType dtype, bool is_aligned, const Places& places,
+template <class Move, class Indices, class Words>
+__device__ __forceinline__ void move_vector(void* base, DType dtype, bool is_aligned, const Indices& indices,
                                             Words& raw) {
-  if (Places::kMayBeCodes && is_code(dtype)) {
-    if (!is_aligned) return Move::template singly<uint8_t>(base, places, raw);
-    Move::template wide<2, 0>(base, places.of(0), raw);
+  if (Indices::kMayBeCodes && is_code(dtype)) {
+    if (!is_aligned) return Move::template singly<uint8_t>(base, indices, raw);
+    Move::template wide<2, 0>(base, indices.of(0), raw);
   } else if (dtype == DType::f32) {
-    if (!is_aligned) return Move::template singly<uint32_t>(base, places, raw);
-    Move::template wide<4, 0>(base, places.of(0) * 4, raw);
-    Move::template wide<4, 4>(base, places.of(kVector / 2) * 4, raw);
+    if (!is_aligned) return Move::template singly<uint32_t>(base, indices, raw);
+    Move::template wide<4, 0>(base, indices.of(0) * 4, raw);
+    Move::template wide<4, 4>(base, indices.of(kVector / 2) * 4, raw);
   } else if (!is_aligned) {
-    Move::template singly<uint16_t>(base, places, raw);
-  } else if (places.are_adjacent()) {
-    Move::template wide<4, 0>(base, places.of(0) * 2, raw);
+    Move::template singly<uint16_t>(base, indices, raw);
+  } else if (indices.are_adjacent()) {
+    Move::template wide<4, 0>(base, indices.of(0) * 2, raw);
   } else {
-    Move::template wide<2, 0>(base, places.of(0) * 2, raw);
-    Move::template wide<2, 2>(base, places.of(kVector / 2) * 2, raw);
+    Move::template wide<2, 0>(base, indices.of(0) * 2, raw);
+    Move::template wide<2, 2>(base, indices.of(kVector / 2) * 2, raw);
   }
 }
 
@@ -210,7 +210,8 @@ __host__ __device__ constexpr bool contains(unsigned lists, int list) { return (
 // The elements of vector `v` of `vectors`, which begin at `first`. Lanes stand side by side in memory: at a distance of
 // 16 bytes, also where lists of 4 and 2 bytes an element go together. A warp's worth of vectors that is not full, and
 // 16-bit lists alone, go eight by eight.
-__host__ __device__ __forceinline__ Places vector_places(int64_t first, int64_t v, int64_t vectors, bool has_f32) {
+__host__ __device__ __forceinline__ ElementIndices vector_indices(int64_t first, int64_t v, int64_t vectors,
+                                                                  bool has_f32) {
   const int lane = static_cast<int>(v % kWarp);  // a warp has 32 vectors in a row
   const int64_t of_warp = v - lane;
   if (has_f32 && of_warp + kWarp <= vectors) {
@@ -223,8 +224,8 @@ __host__ __device__ __forceinline__ Places vector_places(int64_t first, int64_t 
 
 // The functor on a vector of each list, `n` elements at a time.
 template <int n, unsigned written, int walked, class Table, class Functor>
-__device__ __forceinline__ void compute(const Table& table, unsigned read, const Places& places, Raw (&raw)[walked],
-                                        Functor& functor) {
+__device__ __forceinline__ void compute(const Table& table, unsigned read, const ElementIndices& indices,
+                                        Raw (&raw)[walked], Functor& functor) {
 #pragma unroll
   for (int first = 0; first < kVector; first += n) {
     float value[walked][n];
@@ -232,7 +233,7 @@ __device__ __forceinline__ void compute(const Table& table, unsigned read, const
     for (int list = 0; list < walked; ++list) {
       if (contains(read, list)) from_raw(table.dtype[list], raw[list], first, value[list]);
     }
-    functor(value, n == kVector ? places : Places{places.of(first), places.of(first)});
+    functor(value, n == kVector ? indices : ElementIndices{indices.of(first), indices.of(first)});
 #pragma unroll
     for (int list = 0; list < walked; ++list) {
       if (contains(written, list)) to_raw(table.dtype[list], value[list], first, raw[list]);
@@ -247,7 +248,7 @@ constexpr int kCount = std::extent_v<std::remove_reference_t<Values>, 1>;
 // How many elements of each list are computed at a time: as many as there are registers for.
 __host__ __device__ constexpr int elements_at_once(int walked) { return walked < 4 ? kVector : kVector / 2; }
 
-// functor(v, places) with v[list][k], k < 1 or `at_once`, element `places.of(k)` of the tensor, in the first `walked`
+// functor(v, indices) with v[list][k], k < 1 or `at_once`, element `indices.of(k)` of the tensor, in the first `walked`
 // lists of the table: reads those in the set `read` before, stores those in `written` after.
 //
 // Vectors begin at multiples of eight elements from the tensor's start, whatever its address: which thread gets which
@@ -280,7 +281,7 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
     for (int list = 0; list < walked; ++list) {
       if (contains(read, list)) value[list][0] = load_element(base[list], table.dtype[list], at);
     }
-    functor(value, Places{at, at});
+    functor(value, ElementIndices{at, at});
 #pragma unroll
     for (int list = 0; list < walked; ++list) {
       if (contains(written, list)) store_element(base[list], table.dtype[list], at, value[list][0]);
@@ -289,25 +290,25 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
 
   for (int64_t v = threadIdx.x; v < vectors; v += unroll * kThreads) {
     Raw raw[unroll][walked];
-    Places places[unroll];
+    ElementIndices indices[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       if (u > 0 && v + u * kThreads >= vectors) continue;
-      places[u] = vector_places(first, v + u * kThreads, vectors, has_f32);
+      indices[u] = vector_indices(first, v + u * kThreads, vectors, has_f32);
 #pragma unroll
       for (int list = 0; list < walked; ++list) {
         if (contains(read, list))
-          move_vector<Load>(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
+          move_vector<Load>(base[list], table.dtype[list], aligned[list], indices[u], raw[u][list]);
       }
     }
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       if (u > 0 && v + u * kThreads >= vectors) continue;
-      compute<at_once, written>(table, read, places[u], raw[u], functor);
+      compute<at_once, written>(table, read, indices[u], raw[u], functor);
 #pragma unroll
       for (int list = 0; list < walked; ++list) {
         if (contains(written, list))
-          move_vector<Store>(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
+          move_vector<Store>(base[list], table.dtype[list], aligned[list], indices[u], raw[u][list]);
       }
     }
   }

@@ -12,23 +12,23 @@
 
 namespace ampctx {
 
-// m and v, and the direction they give: LAMB's too.
+// m and v, and the direction they give. LAMB's too, where one_minus_beta1 may be 1 (grad_averaging).
 template <class T>
 struct Moments {
-  T beta1, of_g, beta2, of_g_squared, eps;
+  T beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
 
-  Moments(double beta1, double of_g, double beta2, double eps)
+  Moments(double beta1, double one_minus_beta1, double beta2, double eps)
       : beta1(static_cast<T>(beta1)),
-        of_g(static_cast<T>(of_g)),
+        one_minus_beta1(static_cast<T>(one_minus_beta1)),
         beta2(static_cast<T>(beta2)),
-        of_g_squared(static_cast<T>(1 - beta2)),
+        one_minus_beta2(static_cast<T>(1 - beta2)),
         eps(static_cast<T>(eps)) {}
 };
 
 template <class T>
 AMPCTX_FN void update_moments(const Moments<T>& moments, T g, T& m, T& v) {
-  m = moments.beta1 * m + moments.of_g * g;
-  v = moments.beta2 * v + (moments.of_g_squared * g) * g;
+  m = moments.beta1 * m + moments.one_minus_beta1 * g;
+  v = moments.beta2 * v + (moments.one_minus_beta2 * g) * g;
 }
 
 template <class T>

@@ -27,18 +27,18 @@ AMPCTX_FN T lerp(const Lerp<T>& lerp, T a, T b) {
 template <class T>
 struct Muon {
   static constexpr int kStates = 1;  // m
-  Lerp<T> of_g, of_m;
+  Lerp<T> toward_g, toward_m;
   bool nesterov;
 
   explicit Muon(const MuonOptions& options)
-      : of_g(1 - options.momentum), of_m(options.momentum), nesterov(options.nesterov) {}
+      : toward_g(1 - options.momentum), toward_m(options.momentum), nesterov(options.nesterov) {}
 };
 
 template <class T>
 AMPCTX_FN T step_element(const Muon<T>& muon, const TensorScalars<T>&, T, T g, T, T* state) {
-  const T m = lerp(muon.of_g, state[0], g);
+  const T m = lerp(muon.toward_g, state[0], g);
   state[0] = m;
-  return muon.nesterov ? lerp(muon.of_m, g, m) : m;
+  return muon.nesterov ? lerp(muon.toward_m, g, m) : m;
 }
 
 }  // namespace ampctx

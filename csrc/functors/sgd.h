@@ -14,12 +14,12 @@ namespace ampctx {
 template <class T, bool has_momentum>
 struct Sgd {
   static constexpr int kStates = has_momentum ? 1 : 0;  // b
-  T momentum, of_g, weight_decay;
+  T momentum, one_minus_dampening, weight_decay;
   bool nesterov, decay_first, decay_last;
 
   explicit Sgd(const SgdOptions& options)
       : momentum(static_cast<T>(options.momentum)),
-        of_g(static_cast<T>(1 - options.dampening)),
+        one_minus_dampening(static_cast<T>(1 - options.dampening)),
         weight_decay(static_cast<T>(options.weight_decay)),
         nesterov(options.nesterov),
         decay_first(options.weight_decay != 0 && !options.wd_after_momentum),
@@ -31,7 +31,7 @@ AMPCTX_FN T step_element(const Sgd<T, has_momentum>& sgd, const TensorScalars<T>
   const T decay = sgd.weight_decay * w;
   g = sgd.decay_first ? g + decay : g;
   if constexpr (has_momentum) {
-    const T b = tensor.is_first ? g : sgd.momentum * state[0] + sgd.of_g * g;
+    const T b = tensor.is_first ? g : sgd.momentum * state[0] + sgd.one_minus_dampening * g;
     state[0] = b;
     g = sgd.nesterov ? g + sgd.momentum * b : b;
   }

@@ -108,9 +108,9 @@ __attribute__((visibility("default"))) int64_t ampctx_test_parameter_bytes() {
 // Where the two fours of vector `v` are.
 __attribute__((visibility("default"))) void ampctx_test_places(int64_t first, int64_t v, int64_t vectors, int has_f32,
                                                                int64_t* low_high) {
-  const Places places = vector_places(first, v, vectors, has_f32 != 0);
-  low_high[0] = places.low;
-  low_high[1] = places.high;
+  const ElementIndices indices = vector_indices(first, v, vectors, has_f32 != 0);
+  low_high[0] = indices.low;
+  low_high[1] = indices.high;
 }
 
 // The random bits of an element, anywhere; both ways to count its place agree, or the result is beyond 32 bits.
