@@ -20,4 +20,4 @@ def test_the_walk_of_a_step_is_printed(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("step\n")
     assert "(optimizers/_base.py)" in printed
-    assert re.search(r"^step: \d+ functions in \d+ files, \d+ changes of file$", printed, flags=re.M)
+    assert re.search(r"^step: \d+ functions in \d+ files, \d+ calls$", printed, flags=re.M)
