@@ -24,12 +24,11 @@ from torch.optim import optimizer as _torch_optimizer
 from ampctx._data_writes import DataWrites, message
 from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
-from ampctx._saved import entry
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, PerDevice, product, taken
 from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
-from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype
+from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import is_sharded, place_grads, wrote
 from ampctx.kernels.spec import OPTIMIZERS
@@ -44,7 +43,7 @@ from ampctx.optimizers._step_plan import StepPlan, step_plan
 from ampctx.optimizers._work import Kind, Members, Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given, Step
-from ampctx.weights.store import EXTRAS, STORES, follow, joined
+from ampctx.weights.store import EXTRAS, follow, joined
 
 logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
@@ -468,54 +467,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
-    def _states(self, forms: Forms, destination: str, params: list[Tensor]) -> list[State]:
-        """The states of parameters. Creates missing entries, converts those of another form, and resyncs masters from
-        the weights."""
-        needed = set(forms.keys(destination))
-        states = [self.state[p] for p in params]
-        for p, state in zip(params, states, strict=True):
-            if not _state_types.has_forms(state, forms):
-                _state_types.convert(p, state, forms)
-            if not needed <= state.keys():
-                self._make_state(p, state, forms, destination)
-            # Set by hand, as torch's optimizers kept it once.
-            if isinstance(count := state.get("step"), (int, float)):
-                state["step"] = torch.full((), float(count), dtype=torch.float32, device=p.device)
-            if destination in EXTRAS:
-                follow(p, state, self._seen)
-        return states
-
-    def _forms(self, p: Tensor, group: Group) -> Forms:
-        return _state_types.forms_of(
-            OPTIMIZERS[self._op_of(group)], group, p.numel() >= _state_types.smallest_coded(group)
-        )
-
-    @torch.no_grad()
     def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
-        state: State = {}
-        if at is None:
-            at = p.detach().cpu() if self._offload is not None else p
-        self._make_state(at, state, self._forms(p, group), self.layout_of(p))
-        return state
+        return _state_types.first_state(self, p, group, at)
 
     def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:
         """Creates missing entries."""
-        for key in forms.keys(destination):
-            if key in state:
-                continue
-            if (of := _state_types.SCALES_OF.get(key)) is not None:
-                state[key] = _state_types.zero_scales(state[_state_types.CODED[of].codes_key])
-            elif key in forms.along.values():
-                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
-            else:
-                if key == EXTRAS.get(destination):
-                    dtype = STORES[destination].dtype or p.dtype
-                else:
-                    dtype = forms.dtypes.get(_state_types.CODES_OF.get(key, key), compute_dtype(p))
-                state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                if key == EXTRAS["copy"]:
-                    state[key].copy_(p)
+        _state_types.make_missing(self, p, state, forms, destination)
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
@@ -610,64 +568,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
         All errors name group, parameter and key. Nothing has changed then.
         """
-        states: dict[Tensor, State] = {}
-        rates = [group["lr"] for group in self.param_groups]
-
-        def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-            found = _checkpoint.matched(given, self.param_groups)
-            if found is None:
-                return None
-            with torch.no_grad():
-                states.update(self._restored(found))
-            return {**given, "param_groups": [g.saved for g in found], "state": _checkpoint.leftover(given)}
-
-        def after(_: Any) -> None:
-            self.state.update(states)
-            self._restore()
-            if not self.capturable:
-                return
-            self._lr_to_tensor()
-            for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
-                loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
-                # A CUDA graph may read this tensor, so fill it.
-                if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
-                    with torch.no_grad():
-                        rate.copy_(loaded.reshape(rate.shape))
-                    group["lr"] = rate
-
-        _checkpoint.load_between(self, super().load_state_dict, state_dict, before, after)
-
-    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, State]:
-        result, names, at = {}, {}, {}
-        for g, group in enumerate(groups):
-            self._adapt_checkpoint(group)
-            spec, kept = OPTIMIZERS[self._op_of(group.saved)], _state_types.DEFAULTS
-            one_element = {state.key for state in spec.one_element}
-            for name in kept:  # how to keep state is a choice of this run
-                group.saved.pop(name, None)
-            group.saved.update({name: value for name, value in group.own.items() if name in kept})
-            if not group.own["params"]:  # torch's distributed checkpoints drop its options
-                group.saved.update({**group.own, **group.saved})
-            # Missing flags keep the optimizer's values.
-            for name in ("lr", *self._saved_options(group.saved)):
-                entry(group.saved, name, object, f'state_dict["param_groups"][{g}]')
-            # Adds defaults here, because __setstate__ runs after the checks.
-            for name, default in self.defaults.items():
-                group.saved.setdefault(name, default)
-            try:
-                self._check_options(group.saved)
-            except AmpError as error:
-                raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
-            for p, name, state in group.states:
-                names[p] = name
-                _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
-                at[p] = p if self._offload is None else self._offload.twin_of(p)
-                result[p] = _checkpoint.restored(at[p], name, state, one_element, self._useless_state(p))
-        _checkpoint.check_values(result, names)
-        for group in groups:
-            for p, _, _ in group.states:
-                _state_types.convert(at[p], result[p], self._forms(p, group.saved))
-        return result
+        _checkpoint.load_fused(self, super().load_state_dict, state_dict)
 
     def _useless_state(self, p: Tensor) -> set[str]:
         """The state keys of a checkpoint that this optimizer never reads for ``p``."""

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError, listed
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError, listed
 from ampctx._saved import check_format, entry, plain, typed
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.kernels.tensor_loops import has_values
-from ampctx.optimizers import _state_types
+from ampctx.optimizers import _options, _state_types
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.scaling.loss_scale import check_count
@@ -95,6 +95,69 @@ def load_between(
         hooks.callback(optimizer.register_load_state_dict_pre_hook(before).remove)
         hooks.callback(optimizer.register_load_state_dict_post_hook(after, prepend=True).remove)
         load(state_dict)
+
+
+def load_fused(optimizer: Any, load: Callable[[Any], Any], state_dict: Any) -> None:
+    """Loads a state dict into a fused optimizer, by torch's ``load``."""
+    states: dict[Tensor, State] = {}
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        found = matched(given, optimizer.param_groups)
+        if found is None:
+            return None
+        with torch.no_grad():
+            states.update(_restored_groups(optimizer, found))
+        return {**given, "param_groups": [g.saved for g in found], "state": leftover(given)}
+
+    def after(_: Any) -> None:
+        optimizer.state.update(states)
+        optimizer._restore()
+        if not optimizer.capturable:
+            return
+        optimizer._lr_to_tensor()
+        for i, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+            loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
+            # A CUDA graph may read this tensor, so fill it.
+            if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
+                with torch.no_grad():
+                    rate.copy_(loaded.reshape(rate.shape))
+                group["lr"] = rate
+
+    load_between(optimizer, load, state_dict, before, after)
+
+
+def _restored_groups(optimizer: Any, groups: list[SavedGroup]) -> dict[Tensor, State]:
+    result, names, at = {}, {}, {}
+    for g, group in enumerate(groups):
+        optimizer._adapt_checkpoint(group)
+        spec, kept = OPTIMIZERS[optimizer._op_of(group.saved)], _state_types.DEFAULTS
+        one_element = {state.key for state in spec.one_element}
+        for name in kept:  # how to keep state is a choice of this run
+            group.saved.pop(name, None)
+        group.saved.update({name: value for name, value in group.own.items() if name in kept})
+        if not group.own["params"]:  # torch's distributed checkpoints drop its options
+            group.saved.update({**group.own, **group.saved})
+        # Missing flags keep the optimizer's values.
+        for name in ("lr", *optimizer._saved_options(group.saved)):
+            entry(group.saved, name, object, f'state_dict["param_groups"][{g}]')
+        # Adds defaults here, because __setstate__ runs after the checks.
+        for name, default in optimizer.defaults.items():
+            group.saved.setdefault(name, default)
+        try:
+            optimizer._check_options(group.saved)
+        except AmpError as error:
+            raise type(error)(f"param_groups[{g}] of the checkpoint: {error}") from None
+        for p, name, state in group.states:
+            names[p] = name
+            check_complete(spec, type(optimizer).__name__, name, state, group.saved)
+            at[p] = p if optimizer._offload is None else optimizer._offload.twin_of(p)
+            result[p] = restored(at[p], name, state, one_element, optimizer._useless_state(p))
+    check_values(result, names)
+    for group in groups:
+        for p, _, _ in group.states:
+            _state_types.convert(at[p], result[p], _state_types.forms_in(optimizer, p, group.saved))
+    return result
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:

@@ -22,7 +22,7 @@ from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
 from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local, whole
 from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.optimizers._options import Group, check_choice
-from ampctx.weights.store import EXTRAS
+from ampctx.weights.store import EXTRAS, STORES, follow
 
 CODED = {state.key: state for spec in OPTIMIZERS.values() for state in spec.coded}
 CODES_OF = {state.codes_key: key for key, state in CODED.items()}
@@ -266,6 +266,61 @@ def check_tensor(
         raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
     if not value.is_floating_point() if dtype is None else value.dtype != dtype:
         raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype or 'a floating type'}")
+
+
+# --- the states of an optimizer ---------------------------------------------------------------------------------------
+
+
+def states_of(optimizer: Any, forms: Forms, destination: str, params: list[Tensor]) -> list[State]:
+    """The states of parameters. Creates missing entries, converts those of another form, and resyncs masters from
+    the weights."""
+    needed = set(forms.keys(destination))
+    states = [optimizer.state[p] for p in params]
+    for p, state in zip(params, states, strict=True):
+        if not has_forms(state, forms):
+            convert(p, state, forms)
+        if not needed <= state.keys():
+            optimizer._make_state(p, state, forms, destination)
+        # Set by hand, as torch's optimizers kept it once.
+        if isinstance(count := state.get("step"), (int, float)):
+            state["step"] = torch.full((), float(count), dtype=torch.float32, device=p.device)
+        if destination in EXTRAS:
+            follow(p, state, optimizer._seen)
+    return states
+
+
+def forms_in(optimizer: Any, p: Tensor, group: Group) -> Forms:
+    """The forms of the state of ``p`` with the options of a group."""
+    return forms_of(OPTIMIZERS[optimizer._op_of(group)], group, p.numel() >= smallest_coded(group))
+
+
+@torch.no_grad()
+def first_state(optimizer: Any, p: Tensor, group: Group, at: Tensor | None = None) -> State:
+    """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
+    state: State = {}
+    if at is None:
+        at = p.detach().cpu() if optimizer._offload is not None else p
+    optimizer._make_state(at, state, forms_in(optimizer, p, group), optimizer.layout_of(p))
+    return state
+
+
+def make_missing(optimizer: Any, p: Tensor, state: State, forms: Forms, destination: str) -> None:
+    """Creates missing entries of a state."""
+    for key in forms.keys(destination):
+        if key in state:
+            continue
+        if (of := SCALES_OF.get(key)) is not None:
+            state[key] = zero_scales(state[CODED[of].codes_key])
+        elif key in forms.along.values():
+            state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
+        else:
+            if key == EXTRAS.get(destination):
+                dtype = STORES[destination].dtype or p.dtype
+            else:
+                dtype = forms.dtypes.get(CODES_OF.get(key, key), compute_dtype(p))
+            state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            if key == EXTRAS["copy"]:
+                state[key].copy_(p)
 
 
 # --- other formats ----------------------------------------------------------------------------------------------------

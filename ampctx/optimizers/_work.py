@@ -18,7 +18,7 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.optimizers._options import Group, check_one_element
-from ampctx.optimizers._state_types import forms_of
+from ampctx.optimizers._state_types import forms_of, states_of
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
@@ -151,7 +151,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     Makes their state."""
     destination, is_pending, in_codes = kind
     forms = forms_of(OPTIMIZERS[optimizer._op_of(group)], group, in_codes)
-    states = optimizer._states(forms, destination, members.params)
+    states = states_of(optimizer, forms, destination, members.params)
     targets, extra = members.params, []
     if destination == "model":
         extra = [scaling.models[p] for p in targets]
