@@ -182,7 +182,7 @@ class Source:
                     yield node, name, "sys.modules" in code
 
 
-def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
+def rewritten(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
     """The new text of a file, and a finding for each use of an apex name. Raises what ``parse_module`` raises."""
     source = Source(path, data)
     if source.tree.bytes != data:
