@@ -488,7 +488,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return found
 
     def layout_of(self, p: Tensor) -> str:
-        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
+        """The destination of the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
         than its 16 bits."""
         if p.dtype not in LOW_PRECISION:
             return "nearest"
@@ -564,7 +564,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             wrote(work.members)
 
     def _arguments(self, work: Work, scaling: Scaling, norm: PerDevice | None = None) -> dict[str, Any]:
-        """What the op of a call is given besides lists. Takes the skip counts for the first call."""
+        """The arguments of a call's op besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.pending is not None:

@@ -124,7 +124,7 @@ class StepPlan:
         return True
 
     def _grads_of(self, pending: Pending | None) -> list[Any] | None:
-        """Of each call the pending gradients, or None where it reads ``.grad``. None if others are pending now."""
+        """The pending gradients of each call, or None where it reads ``.grad``. None if others are pending now."""
         if pending is None or self._pending_masters is None:
             return None
         if not tensor_loops.same_items(pending.masters, self._pending_masters):

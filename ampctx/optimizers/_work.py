@@ -33,7 +33,7 @@ _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
 class Scaling(NamedTuple):
-    """What one step reads: of amp's ``Step``, or of torch's attributes ``found_inf`` and ``grad_scale``.
+    """The input of one step: from amp's ``Step``, or from torch's attributes ``found_inf`` and ``grad_scale``.
 
     found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
     inv_scale: the factor for the gradients in ``.grad``.
@@ -54,7 +54,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor, given: Step | None) -> Scaling:
-    """What a step reads. amp's ``found_inf`` includes that of the optimizer."""
+    """Reads the input of a step. amp's ``found_inf`` includes that of the optimizer."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
     inv_scale = product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor
     found_inf = taken_found_inf(optimizer if given is None else given)
@@ -250,7 +250,7 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
 
 
 def settings_of(optimizer: Any) -> list[Any]:
-    """What decides about write backs and state besides the state itself, to compare."""
+    """The options that choose which op is called and which state it needs. A plan is dropped when they differ."""
     found: list[Any] = [optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights]
     for group in optimizer.param_groups:
         kept = group.get("state_dtype")
