@@ -16,7 +16,7 @@ from ampctx_apex.roots import MODULES
 
 
 def apex_in_use() -> str:
-    """What ``import apex`` gives in this environment, in words. Imports no apex."""
+    """Names what ``import apex`` gives in this environment, in words. Imports no apex."""
     spec = importlib.util.find_spec("apex")
     if spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(MODULES):
         folder = Path(spec.origin).parent

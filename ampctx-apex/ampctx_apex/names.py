@@ -99,7 +99,7 @@ def is_same(name: str) -> bool:
 
 
 def same(name: str) -> Any:
-    """That object."""
+    """The object of that name."""
     module, _, attribute = NAMES[name].target.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,4 +1,4 @@
-"""Where apex's modules are, and the top-level names of apex: the package and its compiled extensions."""
+"""The folder of apex's modules, and the top-level names of apex: the package and its compiled extensions."""
 
 import os
 

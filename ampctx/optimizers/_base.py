@@ -459,7 +459,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return found
 
     def layout_of(self, p: Tensor) -> str:
-        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
+        """The destination of the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
         than its 16 bits."""
         if p.dtype not in LOW_PRECISION:
             return "nearest"
@@ -499,11 +499,11 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
 
     def _arguments(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
-        """What the op of a call is given besides lists. Takes the skip counts for the first call."""
+        """The arguments of a call's op besides lists. Takes the skip counts for the first call."""
         return {**self._numbers_of(work.group), **self._numbers_now(work, scaling, norm)}
 
     def _numbers_now(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
-        """Those of the arguments that each step brings."""
+        """The arguments that each step brings."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.pending is not None:

@@ -1,4 +1,4 @@
-"""What amp gives one step of an optimizer of ampctx: ``optimizer.step(given=Step(...))``.
+"""The value that amp gives one step of an optimizer of ampctx: ``optimizer.step(given=Step(...))``.
 
 Other optimizers get torch's protocol: the attributes ``found_inf`` and ``grad_scale`` around a step, if they declare
 ``_step_supports_amp_scaling``. GradScalers step every optimizer so.
@@ -18,7 +18,7 @@ from ampctx.weights.pending import Pending
 
 
 class Step(NamedTuple):
-    """What one step is given, by amp or by torch's attributes ``found_inf`` and ``grad_scale``.
+    """The input of one step, from amp or from torch's attributes ``found_inf`` and ``grad_scale``.
 
     found_inf: one element. If it is not 0, the step changes nothing. None: no check ran.
     models: fp32 master -> the 16-bit weight that the step writes with it.
@@ -66,5 +66,5 @@ def declares(optimizer: Any, name: str) -> bool:
 
 @functools.cache
 def has_parameter(step: Callable | None, name: str) -> bool:
-    """Of the ``step`` of a class. Not for bound methods: the cache would keep their object alive."""
+    """Whether the ``step`` of a class takes it. Not for bound methods: the cache would keep their object alive."""
     return step is not None and name in inspect.signature(step).parameters

@@ -163,7 +163,7 @@ def test_a_file_that_changed_meanwhile_is_told_of_and_not_written(tmp_path, caps
 def test_a_result_that_is_not_python_is_not_written(tmp_path, capsys, monkeypatch):
     file = tmp_path / "a.py"
     file.write_bytes(BEFORE)
-    monkeypatch.setattr(rewrite, "plan", lambda path, data: (b"(" + data, []))
+    monkeypatch.setattr(rewrite, "rewritten", lambda path, data: (b"(" + data, []))
     assert main(["migrate", str(file), "--write"]) == 2
     out = capsys.readouterr().out
     assert "a.py: error: the result would not be Python" in out

@@ -83,7 +83,7 @@ def _migrated(path: Path) -> FileResult:
         if path.suffix == ".ipynb":
             result.findings = list(_notebook(result.path, data.decode(), rewrite.ROOTS))
         elif rewrite.MENTION.search(data):
-            result.after, result.findings = rewrite.plan(result.path, data)
+            result.after, result.findings = rewrite.rewritten(result.path, data)
     except ParserSyntaxError as error:
         result.fail(f"line {error.raw_line}: cannot be parsed: {error.message}")
     except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What ``ampctx-apex migrate`` found in each file, as a diff, as lines and as JSON."""
+"""Reports what ``ampctx-apex migrate`` found in each file, as a diff, as lines and as JSON."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def is_module(name: str) -> bool:
 
 
 def row(name: str) -> tuple[str, Name]:
-    """What the table says of a name, and the name of its row, which may be the start of the name."""
+    """The entry of the table for a name, and the name of its row, which may be the start of the name."""
     # apex.__file__ asks about the module.
     prefix = name = re.sub(r"\.__\w+$", "", name)
     while prefix and prefix not in NAMES and not is_module(prefix):
@@ -182,7 +182,7 @@ class Source:
                     yield node, name, "sys.modules" in code
 
 
-def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
+def rewritten(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
     """The new text of a file, and a finding for each use of an apex name. Raises what ``parse_module`` raises."""
     source = Source(path, data)
     if source.tree.bytes != data:
@@ -217,7 +217,7 @@ def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
 
 
 def _new_name(source: Source, binding: Binding) -> str:
-    """What is to be imported in place of an apex name, or "" if its import stays."""
+    """The name to import in place of an apex name, or "" if its import stays."""
     root = binding.target.partition(".")[0]
     # The import provides what is looked up in sys.modules, and apex's attributes of optimizers.
     if binding.alias is None or root in source.looked_up or (source.private and root == "apex"):

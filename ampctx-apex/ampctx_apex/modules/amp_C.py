@@ -200,7 +200,7 @@ def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
 
 
 def _clip(norm: Tensor, largest: Tensor) -> Tensor:
-    """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0.
+    """The factor that brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0.
 
     Not left to the op, which takes the latter as a number alone.
     """

@@ -119,7 +119,7 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
 
 
 class _Fused(nn.Module):
-    """What the modules add to torch's: apex's arguments, and an output of the type of the input."""
+    """Mixin of the modules, which adds to torch's: apex's arguments, and an output of the type of the input."""
 
     def __init__(
         self,
