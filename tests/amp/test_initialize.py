@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -265,3 +267,14 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
     optimizer.step()
     session.reset()
     assert {p.dtype for p in model.parameters()} <= {incoming, torch.float32}
+
+
+@every_level
+def test_a_session_does_not_keep_the_model_alive(session, level):
+    model, optimizer = start(session, level, "SGD-foreach")
+    backward(session, loss_of(model), optimizer)
+    optimizer.step()
+    kept = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert kept() is None

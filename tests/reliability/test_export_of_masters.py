@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import assert_same, every_level, start
+from kit import assert_same, every_level, mlp, start
 from kit import train as train_with
 from torch import nn
 
@@ -60,6 +60,18 @@ def test_it_holds_the_masters_under_the_models_keys(session, level):
     assert all(torch.equal(exported[n], shown[n]) for n in trained)
     rounded = any(not torch.equal(exported[n], model.get_parameter(n)) for n in trained)
     assert rounded == (level in ("O2", "O5"))
+
+
+@every_level
+def test_it_loads_in_plain_torch_without_this_library(session, level, tmp_path):
+    model, optimizer = start(session, level, "SGD-plain")
+    train_with(session, model, optimizer, 3)
+    torch.save(session.master_state_dict(model), tmp_path / "masters")
+    session.reset()  # the model is in fp32 again, with the masters' values
+    assert b"ampctx" not in (tmp_path / "masters").read_bytes()
+    plain = mlp(seed=1)
+    plain.load_state_dict(torch.load(tmp_path / "masters", weights_only=True))
+    assert_same(plain.eval()(torch.ones(3, 4)), model.eval()(torch.ones(3, 4)))
 
 
 def test_nothing_is_shared_with_the_run_and_ties_are_kept(session):
