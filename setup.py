@@ -254,7 +254,8 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         source, command, variant = job
         out = build / f"{source.parent.name}_{source.stem}{variant and '_' + variant}.o"
         record, made_of = out.with_suffix(".made_of"), headers.copy()
-        made_of.update(repr((command, nvcc and nvcc.version)).encode() + source.read_bytes())
+        of_nvcc = nvcc.version if nvcc and source.suffix == ".cu" else ""  # C++ is the same with and without
+        made_of.update(repr((command, of_nvcc)).encode() + source.read_bytes())
         if not (out.exists() and record.exists() and record.read_text() == made_of.hexdigest()):
             record.unlink(missing_ok=True)
             start = time.monotonic()
