@@ -32,8 +32,8 @@ _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
 def given_to(optimizer: Any, given: Step | None) -> Step:
-    """Reads the input of a step: amp's ``found_inf``, which includes that of the optimizer, or the attributes ``found_inf`` and
-    ``grad_scale`` in types that the ops accept. No host sync."""
+    """The input of a step: amp's ``found_inf``, which includes that of the optimizer, or the attributes ``found_inf``
+    and ``grad_scale`` in types that the ops accept. No host sync."""
     scale = getattr(optimizer, "grad_scale", None)
     if given is None:
         flag = getattr(optimizer, "found_inf", None)

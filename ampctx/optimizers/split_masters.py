@@ -209,7 +209,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         return "split" if p.dtype == torch.bfloat16 else "nearest"
 
     def first_state(self, p: Tensor, group: Group) -> State:
-        """As of ``FusedOptimizer``."""
+        """``FusedOptimizer``'s."""
         if p.dtype != torch.bfloat16:
             return first_state_of(self.inner, p, group)
         rest = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
