@@ -17,7 +17,7 @@ Names that are not here come from the compiled amp_C of an apex that is installe
 
 Arithmetic is fp32 (fp64 where an fp64 tensor takes part) and state may be of any floating type. ``lr``, ``scale``,
 ``inv_scale``, ``step`` and norms may be tensors, which the host does not read; tensors in the place of other numbers
-are read. The formulas are in ``ampctx.optimizer_ops``. None of the functions is a host sync.
+are read. The formulas are in ``ampctx.optimizer_ops`` and ``FusedNovoGrad``. None of the functions is a host sync.
 """
 
 from __future__ import annotations
