@@ -300,6 +300,18 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
+    def _fill_lr_tensors(self, rates: list[Any]) -> None:
+        """Puts loaded rates into the tensors that groups had, with capturable: a CUDA graph may read these."""
+        if not self.capturable:
+            return
+        self._lr_to_tensor()
+        for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
+            loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
+            if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
+                with torch.no_grad():
+                    rate.copy_(loaded.reshape(rate.shape))
+                group["lr"] = rate
+
     # --- master weights -----------------------------------------------------------------------------------------------
 
     @property
@@ -469,6 +481,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
+        if at is None:
+            at = p.detach().cpu() if self._offload is not None else p
         return _state_types.first_state(self, p, group, at)
 
     def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:

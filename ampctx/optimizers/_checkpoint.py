@@ -22,7 +22,7 @@ from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.kernels.tensor_loops import has_values
-from ampctx.optimizers import _options, _state_types
+from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.scaling.loss_scale import check_count
@@ -113,16 +113,7 @@ def load_fused(optimizer: Any, load: Callable[[Any], Any], state_dict: Any) -> N
     def after(_: Any) -> None:
         optimizer.state.update(states)
         optimizer._restore()
-        if not optimizer.capturable:
-            return
-        optimizer._lr_to_tensor()
-        for i, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
-            loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
-            # A CUDA graph may read this tensor, so fill it.
-            if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
-                with torch.no_grad():
-                    rate.copy_(loaded.reshape(rate.shape))
-                group["lr"] = rate
+        optimizer._fill_lr_tensors(rates)
 
     load_between(optimizer, load, state_dict, before, after)
 

@@ -295,11 +295,9 @@ def forms_in(optimizer: Any, p: Tensor, group: Group) -> Forms:
 
 
 @torch.no_grad()
-def first_state(optimizer: Any, p: Tensor, group: Group, at: Tensor | None = None) -> State:
-    """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
+def first_state(optimizer: Any, p: Tensor, group: Group, at: Tensor) -> State:
+    """The state of a parameter before its first step, on the device of ``at``."""
     state: State = {}
-    if at is None:
-        at = p.detach().cpu() if optimizer._offload is not None else p
     optimizer._make_state(at, state, forms_in(optimizer, p, group), optimizer.layout_of(p))
     return state
 
