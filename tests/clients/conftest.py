@@ -4,9 +4,7 @@ Left out of a plain run of pytest (``norecursedirs``): ``make test-clients`` ins
 """
 
 import os
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from ampctx_apex import install_apex
 
 from ampctx import amp
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "apex"))  # for apex_environment
 CLIENTS = {
-    "test_ampctx_apex.py": "transformers",
     "test_frameworks.py": "lightning",
     "test_ignite.py": "ignite",
     "test_lightning.py": "pytorch_lightning",
