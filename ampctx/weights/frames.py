@@ -117,9 +117,9 @@ class Frames:
         window = self.frames[0] if self.frames and self.frames[0].is_window else None
         if window is None:
             # First, so that abandon() can put them back.
-            self.frames.append(frame := Frame(scale, inv_scale, {}))
+            stash = {p: _own(g) for p, g in here.items()} if here else here
+            self.frames.append(Frame(scale, inv_scale, stash))
             if here:
-                frame.stash.update((p, _own(g)) for p, g in here.items())
                 tensor_loops.clear_grads(here)
             return
         for p in window.scaled:
