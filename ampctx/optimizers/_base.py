@@ -11,18 +11,16 @@ write back, belong to the parameter: its number in all groups and its step count
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as _torch_optimizer
 
 from ampctx._data_writes import DataWrites, message
-from ampctx._decorators import outside_of_graphs, without_grad
+from ampctx._decorators import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, PerDevice, product, taken
@@ -30,17 +28,18 @@ from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.kernels.sharding import is_sharded, place_grads, wrote
+from ampctx.kernels.sharding import is_sharded, wrote
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
+from ampctx.optimizers._hooks import may_be_profiled, profile_hook_step
 from ampctx.optimizers._offload import Offload
-from ampctx.optimizers._options import Group, check_choice, param_name
+from ampctx.optimizers._options import Group, SharedOptions, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
 from ampctx.optimizers._step_plan import StepPlan, step_plan
-from ampctx.optimizers._work import Kind, Members, Work
+from ampctx.optimizers._work import Work
 from ampctx.weights.pending import clear_grads
 from ampctx.weights.step import Given, Step
 from ampctx.weights.store import EXTRAS, follow, joined
@@ -48,56 +47,6 @@ from ampctx.weights.store import EXTRAS, follow, joined
 logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
 TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload", "_data_writes")
-
-# Private: whether a profiler may look for torch's labels, as torch asks before it makes them.
-_may_be_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-
-
-def _profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's step hooks, and its label for profilers, which costs as much as a tenth of a small step: only where
-    somebody sees them."""
-    whole: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)
-    beside_graphs = outside_of_graphs(whole)
-    # Private: what register_optimizer_step_pre_hook and register_optimizer_step_post_hook fill. None in a torch without
-    # them: then torch's own wrapper stays.
-    before = getattr(_torch_optimizer, "_global_optimizer_pre_hooks", None)
-    after = getattr(_torch_optimizer, "_global_optimizer_post_hooks", None)
-    if before is None or after is None:
-        return whole
-
-    @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if of_own or before or after or torch.compiler.is_compiling() or _may_be_profiled():
-            # A program that compiled ``optimizer.step`` before amp.initialize compiles what amp calls.
-            return (beside_graphs if "given" in kwargs else whole)(self, *args, **kwargs)
-        return step(self, *args, **kwargs)
-
-    return wrapper
-
-
-MasterWeights = bool | Literal["split"]
-
-
-class CommonOptions(TypedDict, total=False):
-    """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
-
-    maximize: bool
-    write_back: Literal["nearest", "stochastic", "kahan"]
-    seed: int
-    state_dtype: Any
-    min_8bit_size: int
-    offload: Literal["cpu"] | None
-    skip_nonfinite: bool
-    skip_norm_above: float | None
-    process_group: Any
-
-
-class SharedOptions(CommonOptions, total=False):
-    master_weights: MasterWeights
-    capturable: bool
-
-
 _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
 _DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
 _DEFAULTS |= {"skip_nonfinite": False, "skip_norm_above": None, "process_group": None}
@@ -155,7 +104,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     # Whether a group has a parameter twice.
     _has_repeats = False
     # torch calls it for each class that has instances.
-    profile_hook_step = staticmethod(_profile_hook_step)  # type: ignore[assignment]
+    profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment]
     # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
     _defaults: ClassVar[tuple[str, ...]]
     _refused: ClassVar[tuple[str, ...]] = ()
@@ -293,25 +242,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 f"{param_name(self.param_groups, g, i)} is one. Put it into a group with state_dtype=torch.float32."
             )
 
-    def _lr_to_tensor(self) -> None:
-        """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as
-        code that changes lr for one step puts that tensor back. An invalid lr changes nothing."""
-        rates = [_options.lr_tensor(group) for group in self.param_groups]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _fill_lr_tensors(self, rates: list[Any]) -> None:
-        """Puts loaded rates into the tensors that groups had, with capturable: a CUDA graph may read these."""
-        if not self.capturable:
-            return
-        self._lr_to_tensor()
-        for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
-            loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
-            if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
-                with torch.no_grad():
-                    rate.copy_(loaded.reshape(rate.shape))
-                group["lr"] = rate
-
     # --- master weights -----------------------------------------------------------------------------------------------
 
     @property
@@ -331,7 +261,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         To None: pending gradients of masters are dropped, and no fp32 gradient is made of them.
         """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        if set_to_none and not torch.compiler.is_compiling() and not _may_be_profiled():
+        if set_to_none and not torch.compiler.is_compiling() and not may_be_profiled():
             clear_grads([p for group in self.param_groups for p in group["params"]])
         else:
             super().zero_grad(set_to_none)
@@ -360,7 +290,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """
         loss = None if closure is None else _options.evaluated(closure)
         if self.capturable:
-            self._lr_to_tensor()
+            _options.lr_to_tensors(self.param_groups)
         step = given() if callable(given) else given
         if step is None or getattr(self, "grad_scale", None) is not None:
             step = _work.given_to(self, step)
@@ -429,7 +359,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             logger.warning("%s: %s", type(self).__name__, message(names))
 
     def _new_works(self, scaling: Step) -> list[Work]:
-        members = [self._members(g, scaling) for g in range(len(self.param_groups))]
+        members = [_work.members_of(self, g, scaling) for g in range(len(self.param_groups))]
         works: list[Work] = []
         for group, kinds in zip(self.param_groups, members, strict=True):
             for kind, found in kinds.items():
@@ -440,35 +370,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
-
-    def _members(self, g: int, scaling: Step) -> dict[Kind, Members]:
-        """The parameters of a group with gradients, by kind, after all checks."""
-        group = self.param_groups[g]
-        pending_grads = {} if scaling.pending is None else scaling.pending.grads
-        place_grads(group["params"])
-        first = sum(len(group["params"]) for group in self.param_groups[:g])
-        strided, smallest_coded = torch.strided, _state_types.smallest_coded(group)
-        found: dict[Kind, Members] = {}
-        for i, p in enumerate(group["params"]):
-            if self._has_repeats and any(p is other for other in group["params"][:i]):
-                continue
-            # Reading .grad of a master would materialize its pending gradient.
-            grad = pending_grads.get(p)
-            is_pending = grad is not None
-            if grad is None and (grad := p.grad) is None:
-                continue
-            if grad.layout is not strided:
-                _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
-            self._check_param(g, i, p)
-            destination = "model" if p in scaling.models else self.layout_of(p)
-            kind = (destination, is_pending, p.numel() >= smallest_coded)
-            if kind not in found:
-                found[kind] = Members([], [], [])
-            members = found[kind]
-            members.params.append(p)
-            members.grads.append(grad)
-            members.numbers.append(first + i)
-        return found
 
     def layout_of(self, p: Tensor) -> str:
         """The destination of the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more

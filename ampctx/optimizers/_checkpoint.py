@@ -23,7 +23,7 @@ from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import OPTIMIZERS, OpSpec
 from ampctx.kernels.tensor_loops import has_values
 from ampctx.optimizers import _state_types
-from ampctx.optimizers._options import Group, param_name
+from ampctx.optimizers._options import Group, fill_lr_tensors, param_name
 from ampctx.optimizers._state_types import CODED, CODES_OF, DAMAGED, SCALES_OF, State
 from ampctx.scaling.loss_scale import check_count
 from ampctx.weights.store import EXTRAS
@@ -113,7 +113,8 @@ def load_fused(optimizer: Any, load: Callable[[Any], Any], state_dict: Any) -> N
     def after(_: Any) -> None:
         optimizer.state.update(states)
         optimizer._restore()
-        optimizer._fill_lr_tensors(rates)
+        if optimizer.capturable:
+            fill_lr_tensors(optimizer.param_groups, rates)
 
     load_between(optimizer, load, state_dict, before, after)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,27 @@ Group = dict[str, Any]
 _LARGEST = torch.finfo(torch.float32).max
 _NO_PAIRS = (str, bytes, Mapping)
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
+
+MasterWeights = bool | Literal["split"]
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
+
+    maximize: bool
+    write_back: Literal["nearest", "stochastic", "kahan"]
+    seed: int
+    state_dtype: Any
+    min_8bit_size: int
+    offload: Literal["cpu"] | None
+    skip_nonfinite: bool
+    skip_norm_above: float | None
+    process_group: Any
+
+
+class SharedOptions(CommonOptions, total=False):
+    master_weights: MasterWeights
+    capturable: bool
 
 
 def device_of(group: Group) -> torch.device:
@@ -43,6 +64,25 @@ def lr_tensor(group: Group) -> Tensor:
         return torch.full((), float(check_number("lr", lr)), dtype=torch.float32, device=device)
     check_one_element("lr", lr)
     return move(lr.detach().float().reshape(()), device)
+
+
+def lr_to_tensors(groups: Sequence[Group]) -> None:
+    """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as code
+    that changes lr for one step puts that tensor back. An invalid lr changes nothing."""
+    rates = [lr_tensor(group) for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def fill_lr_tensors(groups: Sequence[Group], rates: list[Any]) -> None:
+    """Puts loaded rates into the tensors ``rates`` that groups had, with capturable: a CUDA graph may read these."""
+    lr_to_tensors(groups)
+    for i, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+        loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
+        if not is_shared and is_lr_on_device(rate, device_of(group)):
+            with torch.no_grad():
+                rate.copy_(loaded.reshape(rate.shape))
+            group["lr"] = rate
 
 
 def check_one_element(name: str, value: Tensor) -> None:

@@ -15,10 +15,10 @@ from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor, is_watched
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
+from ampctx.kernels.sharding import any_sharded, local, part_number, place_grads, wrote
 from ampctx.kernels.spec import OPTIMIZERS
-from ampctx.optimizers._options import Group, check_one_element
-from ampctx.optimizers._state_types import forms_of, states_of
+from ampctx.optimizers._options import Group, check_one_element, param_name, refuse_sparse
+from ampctx.optimizers._state_types import forms_of, smallest_coded, states_of
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
@@ -137,6 +137,36 @@ class Work(NamedTuple):
                 del made[next(iter(made))]
             made[key] = found
         return self._replace(random={**self.random, "numbers": found})
+
+
+def members_of(optimizer: Any, g: int, scaling: Step) -> dict[Kind, Members]:
+    """The parameters of a group with gradients, by kind, after all checks."""
+    group = optimizer.param_groups[g]
+    pending_grads = {} if scaling.pending is None else scaling.pending.grads
+    place_grads(group["params"])
+    first = sum(len(group["params"]) for group in optimizer.param_groups[:g])
+    coded_from = smallest_coded(group)
+    found: dict[Kind, Members] = {}
+    for i, p in enumerate(group["params"]):
+        if optimizer._has_repeats and any(p is other for other in group["params"][:i]):
+            continue
+        # Reading .grad of a master would materialize its pending gradient.
+        grad = pending_grads.get(p)
+        is_pending = grad is not None
+        if grad is None and (grad := p.grad) is None:
+            continue
+        if grad.layout is not torch.strided:
+            refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
+        optimizer._check_param(g, i, p)
+        destination = "model" if p in scaling.models else optimizer.layout_of(p)
+        kind = (destination, is_pending, p.numel() >= coded_from)
+        if kind not in found:
+            found[kind] = Members([], [], [])
+        members = found[kind]
+        members.params.append(p)
+        members.grads.append(grad)
+        members.numbers.append(first + i)
+    return found
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
