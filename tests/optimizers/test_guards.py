@@ -143,25 +143,6 @@ def test_culprits_are_those_of_the_step():
         assert outcome.culprits == ()
 
 
-def test_gradients_of_inference_mode():
-    optimizer = FusedSGD(parameters(), lr=0.1, skip_nonfinite=True)
-    with torch.inference_mode():
-        grads = spoilt(params_of(optimizer), 0, NAN)
-        give(params_of(optimizer), grads)
-        optimizer.step()
-        assert optimizer.outcome.skipped
-        assert optimizer.outcome.culprits == ()
-
-
-def test_a_flag_of_other_code_skips_too():
-    optimizer, before = FusedSGD(parameters(), lr=0.1, skip_nonfinite=True), parameters()
-    give(params_of(optimizer), gradients(before, 0))
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert optimizer.outcome.reason == "found_inf"
-    assert_same(params_of(optimizer), before)
-
-
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", ["adam", "offload", "split-masters"])
 def test_copies_have_the_guard(name, how):

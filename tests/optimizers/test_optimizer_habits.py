@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, OWN_MASTERS, give, gradients, parameters, run
+from optimizer_cases import BY_NAME, OWN_MASTERS, give, parameters, run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -71,77 +71,6 @@ def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
         give([first, late], grads)
         optimizer.step()
     assert [first.item(), late.item()] == [-2.5, -1.0]
-
-
-def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
-    ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
-    optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
-    for step in range(4):
-        if step == 2:
-            for group in (optimizer.param_groups[0], expected.param_groups[0]):
-                group["momentum"], group["dampening"] = 0.9, 0.5
-        run(optimizer, 1, first=step)
-        run(expected, 1, first=step)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", [2, 0], ids=["l2", "inf"])
-def test_novograd_does_not_hide_a_nan(norm_type):
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = FusedNovoGrad([p], norm_type=norm_type)
-    p.grad = torch.tensor([1.0, math.nan, 1.0])
-    optimizer.step()
-    assert p.isnan().all()
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_nothing_to_step(name):
-    for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):
-        optimizer = BY_NAME[name](params)
-        give(params_of(optimizer), [torch.ones(0) if p.numel() == 0 else None for p in params_of(optimizer)])
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-LAYOUTS = {
-    "contiguous": lambda t: t.contiguous(),
-    "channels-last": lambda t: t.contiguous(memory_format=torch.channels_last),
-    "permuted": lambda t: t.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
-    "with-holes": lambda t: torch.stack([t, t], dim=-1)[..., 0],
-    "offset": lambda t: torch.cat([torch.zeros(1, dtype=t.dtype), t.flatten()])[1:].view(t.shape),
-}
-
-
-@pytest.mark.parametrize("of_grad", LAYOUTS)
-@pytest.mark.parametrize("of_param", LAYOUTS)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_layouts_of_parameter_and_gradient_may_differ(name, of_param, of_grad):
-    (plain,) = parameters(shapes=[(2, 3, 4, 5)])
-    plain = nn.Parameter(plain.detach().contiguous())
-    p = nn.Parameter(LAYOUTS[of_param](plain.detach().clone()))
-    optimizer, expected = BY_NAME[name]([p]), BY_NAME[name]([plain])
-    for step in range(3):
-        (grad,) = gradients([plain], step)
-        p.grad, plain.grad = LAYOUTS[of_grad](grad), grad
-        optimizer.step()
-        expected.step()
-    # Sums of LAMB and NovoGrad go in memory order.
-    rtol = 1e-5 if name in ("lamb", "mixed-lamb", "novograd") else 0
-    torch.testing.assert_close(p.detach(), plain.detach(), rtol=rtol, atol=rtol)
-    assert p.stride() == LAYOUTS[of_param](plain.detach()).stride()
-
-
-def test_a_parameter_may_change_its_layout_between_steps():
-    (p,), (plain,) = parameters(shapes=[(2, 3, 4, 4)]), parameters(shapes=[(2, 3, 4, 4)])
-    optimizer, expected = FusedAdam([p]), FusedAdam([plain])
-    for step in range(2):
-        (grad,) = gradients([plain], step)
-        p.grad, plain.grad = grad, grad
-        optimizer.step()
-        expected.step()
-        p.data = p.detach().contiguous()
-        p.grad = None
-    assert_same([p.detach()], [plain.detach()])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -324,8 +253,6 @@ def test_a_capturable_lr_that_cannot_be_used_is_named_and_nothing_changes(make, 
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-# --- apex's signatures ------------------------------------------------------------------------------------------------
-
 SIGNATURES = {
     FusedAdam: (1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, False, True, False, False),
     FusedSGD: (0.1, 0, 0, 0, False, False, True, True),
@@ -343,20 +270,6 @@ def test_positional_arguments_are_apexs(cls):
     assert positional.defaults == by_default.defaults
     for name in ("adam_w_mode", "set_grad_none", "capturable", "master_weights", "use_nvlamb", "moment_mode"):
         assert getattr(positional, name, None) == getattr(by_default, name, None)
-
-
-def test_apexs_attributes():
-    adam, lamb, nova = FusedAdam(parameters()), FusedLAMB(parameters()), FusedNovoGrad(parameters())
-    sgd, adagrad, mixed = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters()), FusedMixedPrecisionLamb(parameters())
-    assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
-    assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
-    assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, True)
-    assert (sgd.most_recent_scale, sgd.scale_set_by_backward) == (1.0, False)
-    assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
-    assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)
-    assert (adagrad.adagrad_w_mode, FusedAdagrad(parameters(), adagrad_w_mode=True).adagrad_w_mode) == (0, 1)
-    assert (mixed.reduced_precision_dtype, mixed.adam_w_mode, mixed.use_nvlamb) == (None, 1, False)
-    assert all(o._step_supports_amp_scaling for o in (adam, lamb, nova, sgd, adagrad, mixed))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
