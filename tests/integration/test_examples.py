@@ -95,32 +95,6 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, forked, tmp_
     assert all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
-def test_digits_trains_at(level, forked, tmp_path):
-    arguments = ("--opt-level", level, "--alone", "--plot", "plot")
-    accuracy, scale, skipped, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
-    assert accuracy >= (95.0 if level == "O3" else 97.0)
-    assert (scale, skipped) == ((2.0 ** (24 - skipped), skipped) if level == "O2" else (1.0, 0))
-    assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
-def test_digits_trains_with(optimizer, forked, tmp_path):
-    arguments = ("--optimizer", optimizer, "--alone")
-    accuracy, _, _, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
-    assert accuracy >= 96.0
-
-
-@pytest.mark.full
-def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
-    done = run("digits.py", "--device", "cpu", "--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "OSError: [Errno 28] No space left on device"
-    assert last_line(done.stdout)[0] > 80
-
-
 def test_digits_reports_an_error_in_one_line(in_fork, tmp_path):
     reason = "FileNotFoundError: [Errno 2] No such file or directory: 'none.pt'"
     printed = f"digits.py: error: --resume: none.pt cannot be read as a checkpoint ({reason})\n"
@@ -184,21 +158,6 @@ def test_char_lm_learns_at_o5(tmp_path):
     assert (found[3], found[4], found[5]) == ("1", "0", "120")
     assert image.imread(tmp_path / "lm.png").shape[0] >= 400
     assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
-
-
-@pytest.mark.full
-def test_char_lm_learns_with_muon(forked, tmp_path):
-    arguments = ("--optimizer", "muon", "--opt-level", "O0", "--heads", 2, "--steps", 60, "--eval-every", 60)
-    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
-    assert float(found[1]) < 3.8 < 6.0 < float(found[2])
-
-
-@pytest.mark.full
-def test_char_lm_accumulates_at_o2_in_fp16(forked, tmp_path):
-    arguments = ("--heads", 1, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
-    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
-    assert float(found[1]) < 5.2 < 6.0 < float(found[2])
-    assert float(found[3]) == 65536 / 2 ** int(found[4])
 
 
 def test_char_lm_offloads_its_optimizer(forked, tmp_path):

@@ -4,7 +4,6 @@ goes on bit for bit from three states. Written from their papers."""
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 
 import pytest
 import torch
@@ -49,23 +48,6 @@ class Muon(ByParameter):
         p.sub_(update, alpha=lr)
 
 
-class Adafactor(ByParameter):
-    """Shazeer, Stern 2018, as in transformers: averages of rows and columns, steps of 16-bit weights through copies."""
-
-    def update(self, p, grad, state, lr, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8):
-        wide, square = p.float(), grad.float().square() + eps[0]
-        state["step"], state["RMS"] = state.get("step", 0) + 1, wide.square().mean().sqrt()
-        rate = state["step"] ** decay_rate
-        if p.dim() == 2:
-            row = state.setdefault("exp_avg_sq_row", torch.zeros(p.shape[0])).lerp_(square.mean(1), rate)
-            col = state.setdefault("exp_avg_sq_col", torch.zeros(p.shape[1])).lerp_(square.mean(0), rate)
-            update = grad.float() * torch.outer((row / row.mean()).rsqrt(), col.rsqrt())
-        else:
-            update = grad.float() * state.setdefault("exp_avg_sq", torch.zeros_like(wide)).lerp_(square, rate).rsqrt()
-        update /= max(1.0, update.square().mean().sqrt().item() / clip_threshold)
-        p.copy_(wide.sub_(update, alpha=lr * max(eps[1], state["RMS"].item())))
-
-
 class ScheduleFree(torch.optim.Optimizer):
     """SGD of Defazio et al. 2024: gradients at y, which is the parameter; ``eval`` puts the average x there."""
 
@@ -88,29 +70,6 @@ class ScheduleFree(torch.optim.Optimizer):
                 z = self.state[p].setdefault("z", p.clone())
                 p.lerp_(z, c).add_(p.grad, alpha=lr * (beta * (1 - c) - 1))
                 z.sub_(p.grad, alpha=lr)
-
-
-class Prodigy(torch.optim.Optimizer):
-    """Mishchenko, Defazio 2023: Adam whose rate is an estimate of the distance to the solution, over all parameters."""
-
-    def __init__(self, params, betas=(0.9, 0.999), d0=1e-3):
-        super().__init__(params, {"betas": betas, "d": d0, "r": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        (group,), norm, moved = self.param_groups, 0.0, 0.0
-        (beta1, beta2), d = group["betas"], group["d"]
-        root = beta2**0.5
-        for p in group["params"]:
-            state = self.state[p]
-            moved += (p.grad * (state.setdefault("p0", p.clone()) - p)).sum().item()
-            m, v, s = (state.setdefault(key, torch.zeros_like(p)) for key in "mvs")
-            m.mul_(beta1).add_(p.grad, alpha=d * (1 - beta1))
-            v.mul_(beta2).addcmul_(p.grad, p.grad, value=d * d * (1 - beta2))
-            norm += s.mul_(root).add_(p.grad, alpha=d * d * (1 - root)).abs().sum().item()
-            p.addcdiv_(m, v.sqrt().add_(d * 1e-8), value=-d)
-        group["r"] = root * group["r"] + (1 - root) * d * d * moved
-        group["d"] = max(d, group["r"] / norm)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -139,19 +98,6 @@ class Wrapper(torch.optim.Optimizer):
         self.state.update({members.get(key, key): own for key, own in state["own"].items()})
 
 
-class Lookahead(Wrapper):
-    """Zhang et al. 2019: each k steps slow weights go towards the fast ones, and these begin there."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in params_of(self):
-            self.state[p].setdefault("slow", p.clone())
-        super().step()
-        self.state["steps"] = self.state.get("steps", 0) + 1  # of no parameter
-        for p in params_of(self) if self.state["steps"] % 3 == 0 else ():
-            p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
-
-
 class SAM(Wrapper):
     """Foret et al. 2021: a step from the foot by gradients from the top."""
 
@@ -176,12 +122,8 @@ def by_shape(*params):
 
 MAKE = {
     "schedule-free": ScheduleFree,
-    "prodigy": Prodigy,
-    "lookahead": lambda params: Lookahead(torch.optim.Adam(params, lr=0.02)),
     "sam": lambda params: SAM(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
-    "adabelief": partial(AdaBelief, lr=0.02),
     "muon and adabelief": lambda params: by_shape(*params),
-    "adafactor": partial(Adafactor, lr=0.05),
 }
 # A rounding moves an output by about its unit, and through the layers and back some add up.
 ROUNDINGS = {"O1": 8 * 2.0**-11, "O2": 8 * 2.0**-11, "O5": 8 * 2.0**-8}

@@ -16,7 +16,7 @@ NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float(
 def test_the_factor_is_rounded_as_torchs(backend, max_norm):
     flag = backend.flag()
     one, found = [torch.ones((), device=backend.device)], [torch.ones((), device=backend.device)]
-    for norm in [*NORMS, *(torch.rand(50, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
+    for norm in [*NORMS, *(torch.rand(10, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
         given = torch.full((), norm, device=backend.device)
         for inv_scale in (1.0, torch.full((), 1 / 3, device=backend.device)):
             expected = torch.clamp(max_norm / (given + 1e-6), max=1.0) * inv_scale
@@ -56,7 +56,7 @@ def skips_of(backend):
 
 @pytest.mark.full(but=80)
 @on_optimizers
-@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000], [3] * 200], ids=lambda s: f"{len(s)}-tensors")
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000]], ids=lambda s: f"{len(s)}-tensors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
     skips = skips_of(backend)
@@ -74,12 +74,12 @@ def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
 def test_an_emulated_list_of_several_launches_counts_once():
     for optimizer in (ADAM, LAMB, NOVOGRAD):
         skips = skips_of(EMULATED)
-        make_call(EMULATED, optimizer, [1] * 2000, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))
+        make_call(EMULATED, optimizer, [1] * 1400, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))
         assert [t.item() for t in skips] == [1, 1, 1, 8, 8]
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize("empty", [1, 300, 3000])
+@pytest.mark.parametrize("empty", [1, 1400])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_tensors_without_elements_are_counted(backend, optimizer, empty):
     if backend is REFERENCE:

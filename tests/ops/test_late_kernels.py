@@ -91,12 +91,6 @@ def test_any_op_may_come_first(late, call):
     assert has_kernels(backend.namespace)
 
 
-def test_what_asks_whether_they_serve_registers_them(late):
-    backend, found, _ = late({CPU: ""})
-    assert found.serves("cpu")
-    assert has_kernels(backend.namespace)
-
-
 def test_tensors_of_other_devices_register_nothing(late):
     backend, found, asked = late({CPU: ""})
     with pytest.raises(RuntimeError, match="takes tensors of one device"):
@@ -159,14 +153,6 @@ def test_required_kernels_that_do_not_run_are_an_error_in_each_call(late, proble
     for _ in range(2):
         with pytest.raises(ExtensionError, match=f"AMPCTX_REQUIRE_EXTENSION=cuda, .* cannot run: {PROBLEM}"):
             scaled(backend)
-
-
-def test_kernels_that_are_not_required_go_without_a_word_where_others_are(late):
-    backend, found, _ = late({CPU: PROBLEM}, "cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert scaled(backend) == [2, 2, 2]
-    assert found.reason == PROBLEM
 
 
 def test_threads_that_come_first_together_register_them_once(late):

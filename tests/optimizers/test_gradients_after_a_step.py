@@ -78,7 +78,7 @@ def test_gradients_are_those_that_torch_leaves(name, scaler_type, theirs, kind):
         assert_same(grads_of(ours), grads_of(torchs))
 
 
-@pytest.mark.full(but=48)
+@pytest.mark.full(but=24)
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("mode", MODES)
 @on_scalers

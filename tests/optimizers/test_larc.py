@@ -203,21 +203,6 @@ def test_grad_scalers_step_it(name, scaler_type):
         assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
 
 
-def test_a_flag_of_the_wrapped_optimizers_own_stays_there():
-    (p,) = parameters(shapes=[(3,)])
-    larc = LARC(INNER["sgd"]([p]))
-    p.grad = torch.ones(3)
-    own = larc.optim.found_inf = torch.tensor(1.0)
-    before = p.detach().clone()
-    larc.step()
-    assert larc.optim.found_inf is own
-    assert_same([p.detach()], [before])
-    larc.found_inf = torch.tensor(0.0)
-    larc.step()
-    assert larc.optim.found_inf is own
-    assert not torch.equal(p, before)
-
-
 def test_errors_come_before_anything_changes():
     embedding = nn.Embedding(5, 3, sparse=True)
     (dense,) = parameters(shapes=[(3,)])
