@@ -128,8 +128,9 @@ def types(where: str, matmul: str) -> str:
     return f"{where}: {custom}"
 
 
-def test_custom_functions_examples_at_o1(forked, tmp_path):
-    printed = forked("custom_functions.py", "--epochs", 2, cwd=tmp_path).rstrip()
+def test_custom_functions_examples_at_o1(here):
+    before = torch.square, torch.lerp, torch.nn.functional.silu
+    printed = here("custom_functions.py", "--epochs", 2).rstrip()
     found = CUSTOM.search(printed)
     assert found, printed
     assert all(float(accuracy) >= 92.0 for accuracy in found.groups())
@@ -138,6 +139,7 @@ def test_custom_functions_examples_at_o1(forked, tmp_path):
     assert types("amp at O1", "float16") in lines
     assert "ForeignMatMul there: expected m1 and m2 to have the same dtype, but got: c10::Half != float" in lines
     assert rows(printed) == ROWS
+    assert (torch.square, torch.lerp, torch.nn.functional.silu) == before
 
 
 # --- forced_types.py --------------------------------------------------------------------------------------------------

@@ -98,23 +98,6 @@ class Wrapper(torch.optim.Optimizer):
         self.state.update({members.get(key, key): own for key, own in state["own"].items()})
 
 
-class SAM(Wrapper):
-    """Foret et al. 2021: a step from the foot by gradients from the top."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        norm = torch.stack([p.grad.norm() for p in params_of(self)]).norm() + 1e-12
-        foot = [p.clone() for p in params_of(self)]
-        for p in params_of(self):
-            p.add_(p.grad * (0.05 / norm))
-        with torch.enable_grad():
-            closure()
-        for p, former in zip(params_of(self), foot, strict=True):
-            p.copy_(former)
-        self.state["steps"] = self.state.get("steps", 0) + 1
-        super().step()
-
-
 def by_shape(*params):
     matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
     return Wrapper(Muon(matrices, lr=0.05), AdaBelief(others, lr=0.02))
@@ -122,7 +105,6 @@ def by_shape(*params):
 
 MAKE = {
     "schedule-free": ScheduleFree,
-    "sam": lambda params: SAM(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
     "muon and adabelief": lambda params: by_shape(*params),
 }
 # A rounding moves an output by about its unit, and through the layers and back some add up.
@@ -156,7 +138,7 @@ class Run:
         swap(to_train=True)
         if self.amp or not overflows:
             self.backward(INF if overflows else 1.0)
-            self.optimizer.step(self.backward if isinstance(self.optimizer, SAM) else None)
+            self.optimizer.step()
         swap(to_train=False)
         with torch.no_grad():
             return self.loss().item()

@@ -57,9 +57,6 @@ ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
 STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
 on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
-# Tensors that take several launches of each kernel, or are many for another reason.
-MANY = {"cpu": 3_000, "cuda": 20_000, "reference": 300, **dict.fromkeys(("emulated", "emulated-shuffled"), 1_500)}
-MANY |= {"emulated-256": 1_000}
 _NEVER_NEGATIVE = ("exp_avg_sqs", "max_exp_avg_sqs", "sums")
 
 

@@ -6,7 +6,6 @@ import torch
 from backends import EMULATED, REFERENCE, SIZES
 from optimizer_calls import ADAM, LAMB, NOVOGRAD, STEP_OPS, UNSCALING, make_call, on_optimizers
 
-from ampctx import optimizer_ops
 from ampctx.kernels.reference import clipped
 
 NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float("inf"), float("nan")]
@@ -89,19 +88,3 @@ def test_tensors_without_elements_are_counted(backend, optimizer, empty):
         counts = [t.item() + 2 for t in call["steps"]]
         call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)
         assert [t.item() for t in call["steps"]] == counts
-
-
-def test_typed_calls():
-    found = []
-    for given in ({}, {"grad_norm": torch.tensor(4.0), "max_norm": 1.0}):
-        lists = [[torch.full((3,), 0.5)] for _ in range(4)]
-        steps, skips = [torch.zeros(())], [torch.zeros(()) for _ in range(4)] + [torch.tensor(8.0)]
-        for flag in (1.0, 0.0):
-            optimizer_ops.adam(
-                *lists, [], [], steps, torch.tensor(flag), 1.0, 0.1, beta1=0.9, beta2=0.9, eps=0.1, weight_decay=0.0,
-                skips=skips, **given,
-            )  # fmt: skip
-        assert [t.item() for t in skips] == [1, 0, 1, 8, 8]
-        assert steps[0].item() == 1
-        found.append(lists[2][0][0].item())
-    assert found == pytest.approx([0.9 * 0.5 + 0.1 * 0.5, 0.9 * 0.5 + 0.1 * 0.5 / 4])

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from backends import CHUNKS, NON_FINITE, short
-from optimizer_calls import LAMB, LOW, MANY, NOVOGRAD, Call, bits, make_call, on_kernels
+from optimizer_calls import LAMB, LOW, NOVOGRAD, bits, make_call, on_kernels
 
 # --- the formulas in fp64 ---------------------------------------------------------------------------------------------
 
@@ -20,25 +20,6 @@ def flag_id(flags):
 
 
 NOVOGRADS = combinations_of("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")
-
-
-@pytest.mark.full(but=14)
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True})],
-    ids=["lamb", "novograd-l2", "novograd-inf"],
-)
-def test_many_tensors(backend, optimizer, options):
-    """Several launches of each kernel, with the norms and the scalars of their own tensors: as in calls with few."""
-    call = make_call(backend, optimizer, [3] * MANY[backend.name], counts=[0, 1, 2, 7], **options)
-    parts = []
-    for start in range(0, MANY[backend.name], 100):
-        lists = {name: [t.clone() for t in tensors[start : start + 100]] for name, tensors in call.lists.items()}
-        parts.append(Call(optimizer, lists, call.options).run(backend))
-    call.run(backend)
-    for name in filter(call.lists.get, call.lists):
-        few = torch.stack([t for part in parts for t in part[name]])
-        torch.testing.assert_close(torch.stack(call[name]), few, rtol=1e-5, atol=1e-6, msg=name)
 
 
 _OF_LAMB = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}

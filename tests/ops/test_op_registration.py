@@ -96,7 +96,8 @@ def test_version_counters(call):
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
     how = {"param": torch.bfloat16, "write_back": "split"}
-    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], **how)
+    clip = {"grad_norm": torch.tensor(4.0), "max_norm": 1.0, "skips": [torch.zeros(()) for _ in range(5)]}
+    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], **how, **clip)
     expected = call.expected(inv_scale=0.5, lr=0.25)
     typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
     options = {

@@ -219,14 +219,6 @@ def test_numbers_that_are_refused(backend, make, message):
     assert_refuses(backend, call, message)
 
 
-def test_the_reference_and_the_kernels_share_the_seed_of_old(backend):
-    """Without numbers, a tensor's place among those with elements is its number."""
-    what = {"param": torch.bfloat16, "write_back": "stochastic"}
-    call = make_call(backend, ADAM, [5, 0, 70], **what)
-    numbered = make_call(backend, ADAM, [5, 0, 70], numbers=torch.tensor([0, 1], device=backend.device), **what)
-    call.run(backend).assert_same(numbered.run(backend))
-
-
 # --- what the rounding is for -----------------------------------------------------------------------------------------
 
 

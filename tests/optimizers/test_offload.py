@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, each_copy, params_of, snapshot, start, through_a_file
+from kit import INF, assert_same, batch, each_copy, mlp, params_of, snapshot, start, through_a_file, train
 from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, parameters, run
 from torch import nn
 
@@ -123,35 +123,14 @@ def test_a_copy_goes_on_by_itself(copied):
 # --- under amp and a GradScaler ---------------------------------------------------------------------------------------
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def losses_of(model, steps):
-    """Of two micro-batches each; some overflow."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
-        x = torch.randn(2, 16, 4, generator=generator).to(next(model.parameters()).dtype)
-        factor = float("inf") if step % 11 == 5 else 1.0
-        yield [(model(half).float() - half.float().sum(1, keepdim=True)).square().mean() * factor for half in x]
-
-
-def by_amp(level, **options):
-    def run_loop(offload, steps):
+def by_amp(level):
+    def run_loop(offload):
         session, kept = AmpSession(), "split" if level == "O5" else False
         make_it = partial(FusedAdam, lr=0.01, master_weights=kept, offload=offload)
-        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10}
-        model, optimizer = start(session, level, make_it, network(), **scale, **options)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        for losses in losses_of(model, steps):
-            for i, loss in enumerate(losses):
-                backward(session, loss, optimizer, delay_unscale=i == 0)
-            norm = ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        found = [*snapshot(optimizer), norm, torch.tensor(session.skipped_steps(optimizer))]
+        options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10, **({"master_weights": False} if kept else {})}
+        model, optimizer = start(session, level, make_it, **options)
+        train(session, model, optimizer, 12, overflow_at=(5,), max_norm=0.5)
+        found = [*snapshot(optimizer), torch.tensor(session.skipped_steps(optimizer))]
         session.reset()
         return found
 
@@ -159,13 +138,14 @@ def by_amp(level, **options):
 
 
 def by_scaler(kind, unscale):
-    def run_loop(offload, steps):
+    def run_loop(offload):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
-        model, scaler = network().to(dtype), kind("cpu", init_scale=2.0**10)
+        model, scaler = mlp().to(dtype), kind("cpu", init_scale=2.0**10)
         optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
-        for losses in losses_of(model, steps):
-            scaler.scale(sum(losses)).backward()
+        for step in range(12):
+            loss = model(batch(step).to(dtype)).float().square().mean() * (INF if step == 5 else 1.0)
+            scaler.scale(loss).backward()
             if unscale:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -179,7 +159,7 @@ def by_scaler(kind, unscale):
 
 LOOPS = {
     "O1": by_amp("O1"),
-    "O5": by_amp("O5", master_weights=False),
+    "O5": by_amp("O5"),
     "ours": by_scaler(ampctx.GradScaler, False),
     "torch's, clipped": by_scaler(torch.amp.GradScaler, True),
 }
@@ -187,7 +167,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_steps_under_amp_and_a_scaler_are_the_same(loop):
-    resident, offloaded = (LOOPS[loop](offload, 12) for offload in (None, "cpu"))
+    resident, offloaded = (LOOPS[loop](offload) for offload in (None, "cpu"))
     assert_same(offloaded, resident)
     if loop.startswith("O"):
         assert resident[-1] == 1
@@ -217,7 +197,7 @@ def test_larc_refuses_it():
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_amp_keeps_no_masters_beside_it(level):
-    model, session = network(), AmpSession()
+    model, session = mlp(), AmpSession()
     optimizer = FusedAdam(model.parameters(), offload="cpu")
     with pytest.raises(ampctx.AmpError, match="0.weight.* is .*Pass master_weights='split' to amp.initialize"):
         session.initialize(model, optimizer, opt_level=level, verbosity=0)

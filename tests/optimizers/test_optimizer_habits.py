@@ -160,21 +160,6 @@ def test_capturable_groups_never_share_an_lr_tensor(make):
 
 
 @on_capturable
-def test_the_lr_of_capturable_groups_goes_with_them(make):
-    first, second, third = parameters(shapes=[(3,)] * 3)
-    optimizer = make(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}, {"params": [third], "lr": 0.75}]
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.param_groups[0]["lr"] = 0.125
-    optimizer.param_groups.reverse()
-    optimizer.param_groups.pop(0)
-    run(optimizer, 1)
-    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.125]
-    assert optimizer.param_groups[0]["lr"] is rates[1]
-
-
-@on_capturable
 def test_distributed_checkpoints_leave_a_capturable_lr(make):
     distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     model = nn.Linear(3, 2)
