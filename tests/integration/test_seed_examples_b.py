@@ -58,9 +58,6 @@ def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
     for half in (sheet[:, :width], sheet[:, width:]):
         assert (half < 0.1).mean() > 0.3, "digits are white on black"
         assert (half > 0.8).mean() > 0.1
-    losses = image.imread(tmp_path / "dcgan_losses.png")[..., :3] * 255
-    for name, colour in {"digits": (31, 119, 180), "samples": (44, 160, 44), "generator": (255, 127, 14)}.items():
-        assert (abs(losses - colour).max(axis=-1) < 24).mean() > 1e-4, f"nothing is drawn in the colour of {name}"
 
 
 # --- parallel.py ------------------------------------------------------------------------------------------------------

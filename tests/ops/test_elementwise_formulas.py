@@ -28,14 +28,6 @@ def test_corrections_at_any_step_count(backend, reference, taken, betas):
     call.run(backend).assert_same(expected)
 
 
-@on_kernels
-def test_the_first_count_of_a_call_is_minus_one(backend, reference):
-    """Nothing counts so, but what a checkpoint holds is taken as it is."""
-    call = make_call(backend, ADAM, [65, 3], counts=[-1], bias_correction=False)
-    expected = call.expected()
-    call.run(backend).assert_same(expected)
-
-
 # --- sgd, lion, muon --------------------------------------------------------------------------------------------------
 
 

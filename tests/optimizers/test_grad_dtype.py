@@ -176,16 +176,6 @@ def test_gradients_keep_their_dtype_when_the_model_is_cast_and_restored(session,
     assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(F32, grad_dtype)}
 
 
-def test_sparse_gradients_of_another_dtype(session):
-    model = nn.Embedding(5, 3, sparse=True)
-    model.weight.grad_dtype = B16
-    model, optimizer = start(session, "O0", torch.optim.SGD, model, loss_scale=SCALE)
-    for total in (1.0, 2.0):
-        backward(session, model(torch.tensor([1, 2])).sum(), optimizer)
-        assert model.weight.grad.dtype == B16
-        assert torch.equal(model.weight.grad.to_dense()[1], torch.full((3,), total, dtype=B16))
-
-
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 
 

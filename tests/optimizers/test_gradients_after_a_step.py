@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -166,17 +164,6 @@ def test_a_gradient_that_two_parameters_share_is_unscaled_once(name, share, grou
         pair[1].step()
         assert_same([grad], [torch.arange(12.0).reshape(4, 3)])
         assert_same(snapshot(pair[0]), snapshot(pair[1]))
-
-
-def test_gradients_are_not_kept_alive_by_their_copies():
-    p = nn.Parameter(torch.ones(4, 3))
-    optimizer = FusedAdam([p])
-    p.grad = torch.ones(3, 4).t()
-    alive = weakref.ref(p.grad)
-    scaled().step(optimizer)
-    p.grad = None
-    gc.collect()
-    assert alive() is None
 
 
 # --- what else a step may find ----------------------------------------------------------------------------------------

@@ -177,10 +177,8 @@ class Mine(nn.Parameter):
     pass
 
 
-@pytest.mark.parametrize("kind", ["subclass", "negating"])
-def test_what_is_no_plain_tensor_is_stepped_as_one(kind):
-    negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
-    optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
+def test_a_parameter_of_a_subclass_is_stepped_as_one():
+    optimizer = FusedAdam([Mine(torch.ones(3))])
     run(optimizer, 3)
     plain = FusedAdam([nn.Parameter(torch.ones(3))])
     run(plain, 3)
