@@ -34,7 +34,8 @@ class Fault(NamedTuple):
 
 OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
 CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
-FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {CPU}" for kind in ("elementwise", "layerwise"))
+PROPERTIES = f"tests/ops/test_op_properties.py {CPU}"
+FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {PROPERTIES}" for kind in ("elementwise", "layerwise"))
 STEPS = f"{AMP}device_steps.py {AMP}scale_loss.py {AMP}delayed_blocks.py {ROWS}state_machine.py"
 
 FAULTS = [
@@ -46,7 +47,7 @@ FAULTS = [
     Fault(
         "sgd decays upwards", "csrc/functors/sgd.h",
         "g = sgd.decay_last ? g + decay : g;", "g = sgd.decay_last ? g - decay : g;",
-        f"tests/ops/test_optimizer_steps.py {CPU}",
+        PROPERTIES,
     ),
     Fault(
         "adagrad subtracts squares", "csrc/functors/adagrad.h",
@@ -78,11 +79,11 @@ FAULTS = [
         "muon averages from the wrong end", "csrc/functors/muon.h",
         "weight < 0.5 ? weight : weight - 1", "weight < 0.5 ? weight : 1 - weight", FORMULAS,
     ),
-    Fault("axpby subtracts", "csrc/functors/elementwise.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
+    Fault("axpby subtracts", "csrc/functors/elementwise.h", "a * x + b * y;", "a * x - b * y;", PROPERTIES),
     Fault("scale negates", "csrc/functors/elementwise.h", "x * scale;", "-x * scale;", f"{OPS}scale.py {CPU}"),
     Fault(
         "l2norm adds up absolute values", "csrc/functors/elementwise.h",
-        "return scaled * scaled;", "return scaled < 0 ? -scaled : scaled;", f"{OPS}l2norm.py {CPU}",
+        "return scaled * scaled;", "return scaled < 0 ? -scaled : scaled;", PROPERTIES,
     ),
     Fault(
         "an overflow makes the scale larger", "csrc/functors/loss_scale.h",
@@ -183,7 +184,7 @@ FAULTS = [
     ),
     Fault(
         "axpby looks at x alone", "csrc/functors/elementwise.h",
-        "&& (arg_to_check == 0 || is_finite(y));", ";", f"{OPS}axpby.py {CPU}",
+        "&& (arg_to_check == 0 || is_finite(y));", ";", PROPERTIES,
     ),
     Fault(
         "an optimizer's kernel steps in spite of the flag", "csrc/cpu/optimizers.cpp",

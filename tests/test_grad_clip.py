@@ -149,6 +149,19 @@ def test_gradients_with_a_graph_of_their_own_are_clipped_outside_it():
     torch.testing.assert_close(p.grad.detach(), torch.tensor([0.6, 0.8]))
 
 
+def test_values_that_are_not_those_in_memory_are_clipped_as_torch_reads_them():
+    """With torch's negative bit, conjugated, and a ZeroTensor."""
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]
+    params.append(nn.Parameter(torch.zeros(3)))
+    params[0].grad = given = torch.complex(torch.zeros(2), torch.tensor([-3.0, 4.0])).conj().imag
+    params[1].grad = torch.tensor([0.0, 12.0j]).conj()
+    params[2].grad = torch._efficientzerotensor(3)
+    assert clip_grad_norm_(params, 1.0) == 13.0
+    assert params[0].grad is given
+    expected = [torch.tensor([3.0, -4.0]) / 13, torch.tensor([0.0, -12.0j]) / 13, torch.zeros(3)]
+    torch.testing.assert_close([(p.grad + 0).resolve_conj() for p in params], expected)
+
+
 # --- non-finite ----------------------------------------------------------------------------------------------------
 
 

@@ -33,11 +33,10 @@ def fingerprint(optimizer, model):
     return [w.hex() for w in torch.cat([weights, in_model]).tolist()]
 
 
-def plain(level, seed, steps=4, blocks=1, overflow=False, fused=False, **ddp):
+def plain(level, seed, steps=4, blocks=1, overflow=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
     model = mlp(seed).to(DEVICE)
-    sgd = optimizers.FusedSGD if fused else torch.optim.SGD
-    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     scale = "dynamic" if overflow else 128.0
     amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
     wrapped = DistributedDataParallel(model, **ddp)
@@ -51,8 +50,7 @@ def plain(level, seed, steps=4, blocks=1, overflow=False, fused=False, **ddp):
                 if overflow and step == 2 and RANK == 1:
                     loss = loss * float("inf")
                 backward(amp, loss, optimizer, delay_unscale=not last)
-        if fused:
-            clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()
     return [*fingerprint(optimizer, model), amp.skipped_steps(optimizer), amp.state_dict()["loss_scaler0"]]
 
@@ -118,9 +116,6 @@ SCENARIOS = {
     "no-sync": lambda level: plain(level, seed=0, blocks=3),
     "bucket-views": lambda level: plain(level, seed=0, blocks=2, gradient_as_bucket_view=True),
     "overflow": lambda level: plain(level, seed=0, overflow=True),
-    "fused": lambda level: plain(level, seed=RANK, fused=True),
-    "fused-bucket-views": lambda level: plain(level, seed=0, blocks=2, fused=True, gradient_as_bucket_view=True),
-    "fused-overflow": lambda level: plain(level, seed=0, overflow=True, fused=True),
     "one-parameter": one_parameter_in_a_bucket_view,
     "sharded": sharded,
     "loaded-by-one": lambda level: loaded(level, ranks=[0]),
@@ -131,7 +126,6 @@ SCENARIOS = {
 LEVELS_OF = {
     **dict.fromkeys(("loaded-by-one", "loaded-by-all", "loaded-into-wrapped"), ("O0", "O2", "O5")),
     "overflow": ("O1", "O2"),
-    "fused-overflow": ("O1", "O2"),
     "one-parameter": ("O0", "O1", "O2"),
     # gloo need not have its collectives for tensors on a GPU.
     "sharded": ("O1", "O2", "O5") if KIND == "cpu" or BACKEND == "nccl" else (),

@@ -54,15 +54,6 @@ def test_digits_trains_and_skips_overflows(short_run):
     assert "ampctx: O1: float16 autocast, dynamic loss scale 16777216\n" in printed
 
 
-def test_digits_draws_loss_scale_and_skips(short_run):
-    folder, _ = short_run
-    png = folder / "digits.png"
-    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert image.imread(png).shape[0] >= 400
-    for name, colour in {"loss": (31, 119, 180), "loss scale": (255, 127, 14), "skips": (214, 39, 40)}.items():
-        assert share_of_colour(png, *colour) > 1e-4, f"nothing is drawn in the colour of {name}"
-
-
 def test_digits_checkpoint_holds_masters_and_scale(short_run):
     folder, printed = short_run
     _, scale, skipped, _ = last_line(printed)
@@ -93,32 +84,6 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, forked, tmp_
     assert one["amp"] == other["amp"]
     assert one["model"].keys() == other["model"].keys()
     assert all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
-def test_digits_trains_at(level, forked, tmp_path):
-    arguments = ("--opt-level", level, "--alone", "--plot", "plot")
-    accuracy, scale, skipped, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
-    assert accuracy >= (95.0 if level == "O3" else 97.0)
-    assert (scale, skipped) == ((2.0 ** (24 - skipped), skipped) if level == "O2" else (1.0, 0))
-    assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
-def test_digits_trains_with(optimizer, forked, tmp_path):
-    arguments = ("--optimizer", optimizer, "--alone")
-    accuracy, _, _, _ = last_line(forked("digits.py", *arguments, cwd=tmp_path))
-    assert accuracy >= 96.0
-
-
-@pytest.mark.full
-def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
-    done = run("digits.py", "--device", "cpu", "--epochs", 1, "--alone", "--plot", "/dev/full", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "OSError: [Errno 28] No space left on device"
-    assert last_line(done.stdout)[0] > 80
 
 
 def test_digits_reports_an_error_in_one_line(in_fork, tmp_path):
@@ -184,21 +149,6 @@ def test_char_lm_learns_at_o5(tmp_path):
     assert (found[3], found[4], found[5]) == ("1", "0", "120")
     assert image.imread(tmp_path / "lm.png").shape[0] >= 400
     assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
-
-
-@pytest.mark.full
-def test_char_lm_learns_with_muon(forked, tmp_path):
-    arguments = ("--optimizer", "muon", "--opt-level", "O0", "--heads", 2, "--steps", 60, "--eval-every", 60)
-    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
-    assert float(found[1]) < 3.8 < 6.0 < float(found[2])
-
-
-@pytest.mark.full
-def test_char_lm_accumulates_at_o2_in_fp16(forked, tmp_path):
-    arguments = ("--heads", 1, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
-    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
-    assert float(found[1]) < 5.2 < 6.0 < float(found[2])
-    assert float(found[3]) == 65536 / 2 ** int(found[4])
 
 
 def test_char_lm_offloads_its_optimizer(forked, tmp_path):

@@ -48,17 +48,6 @@ def test_the_program_computes_what_the_model_does_also_where_amp_is_not(session,
     assert_same(loaded(X), expected)
 
 
-@pytest.mark.parametrize("level", ["O1"])
-def test_without_casts_it_is_the_fp32_model(session, level):
-    model, _optimizer = trained(session, level)
-    with session.disable_casts():
-        expected = model(X)
-        loaded = in_another_process(exported(model).run_decompositions({}))
-    session.reset()
-    assert expected.dtype == torch.float32
-    assert_same(loaded(X), expected)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_in_fp32_from_the_masters_while_training_goes_on(session, level):
     """``master_model`` takes amp off one model and leaves the run alone."""

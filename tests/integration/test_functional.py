@@ -42,21 +42,6 @@ def test_functional_call_is_a_call_and_grad_what_backward_gives(session, level):
     assert all(gradient.dtype == parameters[name].dtype for name, gradient in got.items())
 
 
-def test_vmap_gives_the_gradients_of_each_sample(session, level):
-    model, _ = started(session, level)
-    parameters = dict(model.named_parameters())
-
-    def of_sample(p, x):
-        return loss_of(functional_call(model, p, (x,)))
-
-    got = vmap(grad(of_sample), in_dims=(None, 0))(parameters, X)
-    alone = [grad(of_sample)(parameters, x) for x in X]
-    for name in parameters:
-        expected = torch.stack([gradients[name] for gradients in alone])
-        assert got[name].shape == expected.shape
-        assert relative([got[name]], [expected]) < ROUNDING[level]
-
-
 # torch's own use of torch.jit.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_vmap_over_an_ensemble_jacobians_and_forward_mode(session, level):

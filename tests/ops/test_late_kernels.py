@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from backends import EMULATED, PLAIN_OPS, Backend, right_call
+from backends import EMULATED, Backend
 from emulation_build import module_of
 from optimizer_calls import STEP_OPS, make_call
 
@@ -76,25 +76,6 @@ def test_the_first_call_registers_them(late, emulation):
     assert found.backends == ("cpu",)
     assert found.serves("cpu")
     assert len(asked) == 1
-
-
-FIRST_CALLS = {op: lambda b, op=op: getattr(b.ops, op).default(*right_call(b, op).values()) for op in PLAIN_OPS} | {
-    "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
-    **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in STEP_OPS},
-}
-
-
-@pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CALLS.keys())
-def test_any_op_may_come_first(late, call):
-    backend, _, _ = late({CPU: ""})
-    call(backend)
-    assert has_kernels(backend.namespace)
-
-
-def test_what_asks_whether_they_serve_registers_them(late):
-    backend, found, _ = late({CPU: ""})
-    assert found.serves("cpu")
-    assert has_kernels(backend.namespace)
 
 
 def test_tensors_of_other_devices_register_nothing(late):
@@ -159,14 +140,6 @@ def test_required_kernels_that_do_not_run_are_an_error_in_each_call(late, proble
     for _ in range(2):
         with pytest.raises(ExtensionError, match=f"AMPCTX_REQUIRE_EXTENSION=cuda, .* cannot run: {PROBLEM}"):
             scaled(backend)
-
-
-def test_kernels_that_are_not_required_go_without_a_word_where_others_are(late):
-    backend, found, _ = late({CPU: PROBLEM}, "cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert scaled(backend) == [2, 2, 2]
-    assert found.reason == PROBLEM
 
 
 def test_threads_that_come_first_together_register_them_once(late):

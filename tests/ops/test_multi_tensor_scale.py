@@ -1,4 +1,5 @@
-"""multi_tensor_scale on every backend: bit for bit what plain torch computes."""
+"""multi_tensor_scale and multi_tensor_axpby on every backend: bit for bit what plain torch computes, no contraction to
+FMA. test_op_properties.py has lists of any sizes and layouts."""
 
 import pytest
 import torch
@@ -7,13 +8,11 @@ from backends import (
     CHUNKS,
     FLOATS,
     NON_FINITE,
-    SIZES,
     combination_id,
     combinations,
     compute_dtype,
     serves_or_refuses,
     short,
-    with_threads,
 )
 
 from ampctx import ops
@@ -30,17 +29,6 @@ def assert_scaled(dst, src, factor):
         assert torch.equal(d, scaled(s, d.dtype, factor)), f"tensor {i}"
 
 
-@pytest.mark.full(but=20)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_sizes(backend, sizes):
-    src = backend.randn(sizes, torch.float16)
-    dst = backend.randn(sizes, torch.float32, seed=1)
-    found_inf = backend.flag()
-    backend.scale(src, dst, found_inf, 0.3)
-    assert_scaled(dst, src, 0.3)
-    assert found_inf == 0
-
-
 @pytest.mark.parametrize("dtypes", combinations(ALL_FLOATS, 2), ids=combination_id)
 def test_dtypes(backend, dtypes):
     src = backend.randn([5, 0, 2049, 64], dtypes[0])
@@ -49,12 +37,16 @@ def test_dtypes(backend, dtypes):
         assert_scaled(dst, src, 0.3)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=short)
-def test_in_place(backend, dtype):
-    src = backend.randn(SIZES["many-chunks"], dtype)
-    kept = [s.clone() for s in src]
-    backend.scale(src, src, backend.flag(), 1 / 3)
-    assert_scaled(src, kept, 1 / 3)
+@pytest.mark.parametrize("dtypes", combinations(ALL_FLOATS, 3), ids=combination_id)
+def test_dtypes_of_axpby(backend, dtypes):
+    x, y = (backend.randn([5, 0, 2049, 64], dtype, seed=i) for i, dtype in enumerate(dtypes[:2]))
+    out = [torch.empty_like(t, dtype=dtypes[2]) for t in x]
+    compute = compute_dtype(*dtypes)
+    a, b = (torch.tensor(factor, dtype=compute) for factor in (0.3, -1.7))
+    if serves_or_refuses(backend, lambda: backend.axpby(x, y, out, backend.flag(), 0.3, -1.7), *dtypes):
+        for each in zip(x, y, out, strict=True):
+            s, t, o = (part.cpu() for part in each)
+            assert torch.equal(o, (a * s.to(compute) + b * t.to(compute)).to(o.dtype))
 
 
 @pytest.mark.parametrize("dtypes", combinations(FLOATS, 2), ids=combination_id)
@@ -69,19 +61,6 @@ def test_every_alignment(backend, dtypes):
     for r, (_, b) in zip(room, shifts, strict=True):
         assert (r[:b] == 7).all()
         assert (r[b + size :] == 7).all()
-
-
-def test_layouts(backend):
-    """channels_last goes with channels_last, transposed with transposed, contiguous with contiguous of any shape."""
-    images = backend.randn([(2, 3, 4, 5)])[0].to(memory_format=torch.channels_last)
-    matrix = backend.randn([(6, 4)], seed=1)[0].t()
-    flat = backend.randn([(12,)], seed=2)[0]
-    src = [images, matrix, flat, images[:, :1].contiguous(memory_format=torch.channels_last)]
-    dst = [torch.empty_like(images), torch.empty_like(matrix), flat.new_empty(3, 4), torch.empty_like(src[3])]
-    assert dst[0].is_contiguous(memory_format=torch.channels_last)
-    backend.scale(src, dst, backend.flag(), 2.0)
-    for s, d in zip(src, dst, strict=True):
-        assert torch.equal(d, (s * 2.0).view(d.shape))
 
 
 FACTORS = {
@@ -171,16 +150,6 @@ def test_rounding_to_16_bits(backend, dtype):
     backend.scale([src], [dst], backend.flag(), 1.0)
     assert exact.numel() > 30_000
     assert torch.equal(dst.view(torch.int16), src.to(dtype).view(torch.int16))
-
-
-def test_threads_do_not_change_the_result(backend):
-    src = backend.randn([100_003, 5, 70_001], torch.bfloat16)
-
-    def scaled_by_threads():
-        backend.scale(src, dst := [torch.empty_like(s, dtype=torch.float32) for s in src], backend.flag(), 0.3)
-        return dst
-
-    assert all(map(torch.equal, *with_threads(scaled_by_threads)))
 
 
 @pytest.mark.full(but=4)

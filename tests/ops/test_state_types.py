@@ -9,8 +9,6 @@ from optimizer_calls import (
     AMSGRAD,
     CODED,
     LION,
-    UNSCALING,
-    WITH_CODES,
     bits,
     encoded,
     make_call,
@@ -20,38 +18,6 @@ from optimizer_calls import (
 from ampctx.kernels import codes
 
 pytestmark = pytest.mark.usefixtures("reference")
-UNSCALING_WITH_CODES = [o for o in UNSCALING if o.name in {coded.name for coded in WITH_CODES}]
-SIZES = [1, 63, 64, 65, 0, 700, 2047, 2049]
-on_states = pytest.mark.parametrize("state", [torch.bfloat16, "8bit", "mixed"], ids=str)
-on_optimizers = pytest.mark.parametrize("optimizer", WITH_CODES, ids=lambda o: o.name)
-
-
-@pytest.mark.full(but=40)
-@pytest.mark.parametrize(
-    ("write_back", "param"),
-    [("nearest", torch.float32), ("copy", torch.float32), ("split", torch.bfloat16), ("stochastic", torch.bfloat16)],
-    ids=["nearest", "copy", "split", "stochastic"],
-)
-@pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic-state", "to-nearest"])
-@on_states
-@on_optimizers
-@on_kernels
-def test_steps(backend, optimizer, state, stochastic, write_back, param):
-    call = make_call(
-        backend, optimizer, SIZES, state=state, param=param, write_back=write_back, stochastic_state=stochastic, seed=5
-    )
-    expected = call.expected(times=3)
-    call.run(backend, times=3).assert_agrees(expected)
-
-
-@pytest.mark.full(but=12)
-@pytest.mark.parametrize("optimizer", UNSCALING_WITH_CODES, ids=lambda o: o.name)
-@on_kernels
-def test_steps_that_unscale(backend, optimizer):
-    what = {"state": "8bit", "stochastic_state": True, "grad": torch.float16, "maximize": True}
-    call = make_call(backend, optimizer, SIZES, **what)
-    expected = call.expected(times=2)
-    call.run(backend, times=2).assert_agrees(expected)
 
 
 @pytest.mark.full(but=1)
@@ -77,15 +43,6 @@ def test_blocks_follow_the_memory_of_other_layouts(backend, shape):
     expected = call.expected(times=2)
     call.run(backend, times=2).assert_same(expected)
     assert call[CODED["exp_avgs"].scales][0].numel() == codes.blocks_of(call["grads"][0].numel())
-
-
-@on_states
-@on_optimizers
-@on_kernels
-def test_a_skipped_step_changes_nothing(backend, optimizer, state):
-    call = make_call(backend, optimizer, [65, 3], state=state, stochastic_state=True)
-    before = call.clone()
-    call.run(backend, found_inf=backend.flag(1)).assert_same(before)
 
 
 @on_kernels
@@ -262,27 +219,19 @@ def test_numbers_that_are_refused(backend, make, message):
     assert_refuses(backend, call, message)
 
 
-def test_the_reference_and_the_kernels_share_the_seed_of_old(backend):
-    """Without numbers, a tensor's place among those with elements is its number."""
-    what = {"param": torch.bfloat16, "write_back": "stochastic"}
-    call = make_call(backend, ADAM, [5, 0, 70], **what)
-    numbered = make_call(backend, ADAM, [5, 0, 70], numbers=torch.tensor([0, 1], device=backend.device), **what)
-    call.run(backend).assert_same(numbered.run(backend))
-
-
 # --- what the rounding is for -----------------------------------------------------------------------------------------
 
 
 def roots_of_squares(state, stochastic):
-    """sqrt(v) after noise of size 1, then after ten times smaller noise, 3,000 steps of Adam each; beta2 = 0.999."""
+    """sqrt(v) after noise of size 1, then after ten times smaller noise, 1,500 steps of Adam each; beta2 = 0.999."""
     generator = torch.Generator().manual_seed(0)
-    call = make_call(COMPILED, ADAM, [4096], state=state, counts=[0], stochastic_state=stochastic)
+    call = make_call(COMPILED, ADAM, [1024], state=state, counts=[0], stochastic_state=stochastic)
     for name in ("exp_avgs", "exp_avg_sqs"):
         for t in (*call[name], *call.lists[CODED[name].scales]):
             t.zero_()
     call.options.update(beta1=0.9, beta2=0.999)
     for size in (1.0, 0.1):
-        for _ in range(3000):
+        for _ in range(1500):
             call["grads"][0].normal_(std=size, generator=generator)
             call.run(COMPILED, inv_scale=1.0)
     v = call["exp_avg_sqs"][0]

@@ -15,7 +15,7 @@ from optimizer_cases import BY_NAME, STATE, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.optimizers import LARC, FusedAdam, FusedNovoGrad, FusedSGD, SplitMasters
+from ampctx.optimizers import FusedAdam, FusedNovoGrad, FusedSGD, SplitMasters
 
 SHAPES = [(3, 5), (17,), (), (2, 3)]
 MATRICES = [(3, 5), (17, 1), (2, 2, 3), (2, 3)]
@@ -358,19 +358,6 @@ def test_numbers_that_are_set_between_steps(name, key, value):
     assert_same(snapshot(optimizer), before)
     optimizer.param_groups[0][key] = {"betas": [0.5, 0.9], "lr": 1}[key]
     run(optimizer, 1)
-
-
-def test_larc_refuses_a_flag_and_the_checkpoint_of_the_optimizer_in_it():
-    larc = LARC(FusedSGD(parameters(shapes=SHAPES), lr=0.1, momentum=0.9))
-    run(larc, 2)
-    checkpoint = copy.deepcopy(larc.state_dict())
-    checkpoint["state"][1]["momentum_buffer"] = filled((17,), NAN)
-    refused(larc, checkpoint, AmpValueError, "'momentum_buffer' of")
-    torchs = LARC(torch.optim.SGD(parameters(shapes=SHAPES), lr=0.1))
-    before, torchs.param_groups[0]["maximize"] = snapshot(torchs), "False"
-    with pytest.raises(AmpTypeError, match="maximize must be True or False"):
-        run(torchs, 1)
-    assert_same(snapshot(torchs), before)
 
 
 # --- what keeps loading -----------------------------------------------------------------------------------------------

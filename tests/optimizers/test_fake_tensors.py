@@ -58,7 +58,7 @@ def by_amp(name, level):
         session.reset()
 
 
-@pytest.mark.full(but=36)
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize(("name", "how"), [row for row in ROWS if row not in REFUSED])
 def test_fake_tensors_step_and_have_the_state_of_real_ones(name, how):
     run = by_amp if how in LEVELS else alone

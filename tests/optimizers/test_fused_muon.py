@@ -17,7 +17,7 @@ from ampctx import clip_grad_norm_
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
 from ampctx.optimizers import FusedAdam, FusedMuon, fused_muon
-from ampctx.optimizers.fused_muon import newton_schulz, stacks
+from ampctx.optimizers.fused_muon import newton_schulz
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(32, 64), (64, 16), (32, 64)]
@@ -44,7 +44,7 @@ def test_each_step_is_that_of_torchs_muon(options):
     ours = parameters(shapes=SHAPES)
     torchs, fused = torch.optim.Muon(theirs, lr=0.02, **options), FusedMuon(ours, lr=0.02, **options)
     errors = []
-    for step in range(50):
+    for step in range(12):
         fused.load_state_dict(torchs.state_dict())
         before = [p.detach().clone() for p in theirs]
         with torch.no_grad():
@@ -66,22 +66,6 @@ def test_each_step_is_that_of_torchs_muon(options):
     of_ours, of_torch = torch.stack(errors).mean(0)
     assert of_ours < 0.015
     assert of_ours < 1.1 * of_torch
-
-
-def test_singular_values_of_a_gaussian():
-    stack = torch.randn(3, 256, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = newton_schulz(stack, COEFFICIENTS, 5, 1e-7)
-    values = torch.linalg.svdvals(found.float())
-    assert 0.6 < values.min() <= values.max() < 1.25
-    assert_same([newton_schulz(stack.mT, COEFFICIENTS, 5, 1e-7)], [found.mT])
-
-
-def test_a_zero_gradient_decays_alone():
-    (p,) = parameters(shapes=[(4, 3)])
-    before, optimizer = p.detach().clone(), FusedMuon([p], lr=0.5, weight_decay=0.5)
-    p.grad = torch.zeros(4, 3)
-    optimizer.step()
-    assert_same([p.detach()], [before - 0.5 * (0.5 * before)])
 
 
 def test_a_nan_stays_in_its_matrix():
@@ -128,13 +112,6 @@ def test_op_calls():
     assert {state["step"].item() for state in optimizer.state.values()} == {3}
 
 
-def test_stacks_have_at_most_so_many_elements():
-    most = fused_muon.MOST_ELEMENTS
-    kinds = [("a", most // 2), ("b", 3), ("a", most // 2), ("a", 1), ("c", 2 * most), ("c", 1), ("b", most), ("a", 5)]
-    assert stacks(kinds, most) == [[0, 2], [1], [3, 7], [4], [5], [6]]
-    assert most * 2 == 64 * 2**20, "bytes of bf16"
-
-
 def test_stacks_are_cut_and_joined(monkeypatch):
     """What replaces the iterations is given stacks in bf16; a parameter with many matrices comes in parts."""
     shapes = [(3, 4), (5, 3, 4), (3, 4), (2, 6)]
@@ -155,27 +132,6 @@ def test_stacks_are_cut_and_joined(monkeypatch):
     plain = FusedMuon(parameters(shapes=shapes))
     run(plain, 2)
     assert_same(snapshot(whole), snapshot(plain))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}]
-)
-def test_a_skip_changes_nothing_and_takes_the_same_way(options):
-    """The directions are 0 then, whatever the gradients."""
-    seen = []
-    optimizer = FusedMuon(
-        parameters(torch.bfloat16, [(3, 4), (4, 3)]), orthogonalize=lambda u: seen.append(u.clone()) or u, **options
-    )
-    run(optimizer, 2)
-    before, steps = snapshot(optimizer), len(seen)
-    optimizer.found_inf = torch.tensor(1.0)
-    give(params_of(optimizer), [torch.full_like(p, math.inf) for p in params_of(optimizer)])
-    with OpCalls() as calls:
-        optimizer.step()
-    assert calls.of == {"multi_tensor_muon": 2, "multi_tensor_sgd": 2}
-    assert_same(snapshot(optimizer), before)
-    assert len(seen) == steps + 2
-    assert not any(u.any() for u in seen[steps:])
 
 
 def test_stochastic_rounding_draws_new_bits_at_each_step():

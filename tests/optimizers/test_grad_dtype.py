@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 from kit import assert_same, backward, same, start
-from optimizer_cases import BY_NAME, SHAPES, STEPPED_BY, give, masters_of, parameters
+from optimizer_cases import SHAPES, STEPPED_BY, give, masters_of, parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ampctx import GradScaler, clip_grad_norm_, distributed
 from ampctx.amp import AmpSession
@@ -176,16 +175,6 @@ def test_gradients_keep_their_dtype_when_the_model_is_cast_and_restored(session,
     assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(F32, grad_dtype)}
 
 
-def test_sparse_gradients_of_another_dtype(session):
-    model = nn.Embedding(5, 3, sparse=True)
-    model.weight.grad_dtype = B16
-    model, optimizer = start(session, "O0", torch.optim.SGD, model, loss_scale=SCALE)
-    for total in (1.0, 2.0):
-        backward(session, model(torch.tensor([1, 2])).sum(), optimizer)
-        assert model.weight.grad.dtype == B16
-        assert torch.equal(model.weight.grad.to_dense()[1], torch.full((3,), total, dtype=B16))
-
-
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,27 +183,6 @@ def mesh():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("how", DRIVERS)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_dtensors_step_as_plain_tensors(name, how, mesh):
-    """torch writes the gradients."""
-    found = []
-    for place in (lambda t: t, lambda t: distribute_tensor(t, mesh, [Replicate()])):
-        params = [nn.Parameter(place(p.detach().clone())) for p in parameters(B16)]
-        for p in params:
-            p.grad_dtype = F32
-        optimizer = BY_NAME[name](params)
-        scaler = GradScaler("cpu", init_scale=SCALE) if how in ("scaler", "unscaled") else None
-        for _ in range(3):
-            loss = sum((p * p).float().sum() for p in params)
-            (scaler.scale(loss) if scaler else loss).backward()
-            assert {p.grad.dtype for p in params} == {F32}
-            drive(optimizer, params, [p.grad for p in params], how, scaler)
-            optimizer.zero_grad()
-        found.append([p.full_tensor() if isinstance(p, DTensor) else p for p in params])
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("level", LEVELS_HERE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from kit import COPIES, assert_same, mlp, params_of, snapshot, through_a_file
-from optimizer_cases import MODES, STEPPED_BY, give, gradients, make, parameters
+from optimizer_cases import STEPPED_BY, give, gradients, parameters
 from rank_processes import RANK, all_ranks, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -52,12 +52,6 @@ def test_a_skipped_step_changes_nothing(name, value):
     guarded, plain = STEPPED_BY[name](parameters(), **options), STEPPED_BY[name](parameters())
     run_beside(guarded, plain, BAD[value])
     assert guarded.skipped_steps() == 2
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp32"])
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_of_16_bit_weights(name, mode):
-    run_beside(make(name, mode, skip_nonfinite=True), make(name, mode), NAN)
 
 
 def test_outcomes(caplog):
@@ -143,25 +137,6 @@ def test_culprits_are_those_of_the_step():
         assert outcome.culprits == ()
 
 
-def test_gradients_of_inference_mode():
-    optimizer = FusedSGD(parameters(), lr=0.1, skip_nonfinite=True)
-    with torch.inference_mode():
-        grads = spoilt(params_of(optimizer), 0, NAN)
-        give(params_of(optimizer), grads)
-        optimizer.step()
-        assert optimizer.outcome.skipped
-        assert optimizer.outcome.culprits == ()
-
-
-def test_a_flag_of_other_code_skips_too():
-    optimizer, before = FusedSGD(parameters(), lr=0.1, skip_nonfinite=True), parameters()
-    give(params_of(optimizer), gradients(before, 0))
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert optimizer.outcome.reason == "found_inf"
-    assert_same(params_of(optimizer), before)
-
-
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", ["adam", "offload", "split-masters"])
 def test_copies_have_the_guard(name, how):
@@ -219,15 +194,6 @@ def test_checkpoints_of_torch_distributed_have_the_count(tmp_path, flat):
     optimizer = FusedAdam(runs[1][0].parameters(), skip_nonfinite=True)
     session.set_state_dict(runs[1][0], optimizer, named)
     assert optimizer.skipped_steps() == 2
-
-
-def test_inside_of_larc():
-    optimizer = LARC(FusedSGD(parameters(), lr=0.1, skip_nonfinite=True))
-    params = params_of(optimizer)
-    give(params, spoilt(params, 0, NAN))
-    optimizer.step()
-    assert optimizer.optim.outcome.skipped
-    assert_same(params, parameters())
 
 
 WRONG = [

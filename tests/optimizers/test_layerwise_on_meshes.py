@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from kit import backward, muon
-from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights
+from rank_processes import RANK, RANKS, all_ranks, distance, flat_mesh, on_ranks, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,18 +20,8 @@ from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad, FusedSG
 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
 
 EXACT = 1e-6
-STEPS = 12
-OVERFLOW_AT = 5
-# What ranks sum up in a step, for each of six parameters. They agree on the flag at the end of the block.
-NUMBERS = 6 * 8
-BYTES = {
-    "LAMB": [2 * NUMBERS, NUMBERS],
-    "LAMB-without-ratio": [2 * NUMBERS],
-    "NovoGrad": [NUMBERS],
-    "LARC": [2 * NUMBERS],
-    "Lion": [],
-    "Muon": [],
-}
+STEPS = 6
+OVERFLOW_AT = 3
 
 
 def _larc(params, **options):
@@ -43,13 +33,8 @@ KINDS = {
     "NovoGrad": lambda params: FusedNovoGrad(params, lr=0.01, weight_decay=0.01),
     "NovoGrad-inf": lambda params: FusedNovoGrad(params, lr=0.01, norm_type=0, init_zero=True),
     "LARC": _larc,
-    "Muon": lambda params: muon(params),
-    "LAMB-nv": lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0, use_nvlamb=True),
-    "LAMB-without-ratio": lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0, max_grad_norm=0.0),
-    "LAMB-l2": lambda params: FusedLAMB(params, lr=0.01, adam_w_mode=False, maximize=True, grad_averaging=False),
-    "NovoGrad-inside": lambda params: FusedNovoGrad(params, lr=0.01, weight_decay=0.01, reg_inside_moment=True),
     "LARC-fused": lambda params: LARC(FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)),
-    "LARC-unclipped": lambda params: _larc(params, clip=False),
+    "Muon": lambda params: muon(params),
     "Lion": lambda params: FusedLion(params, lr=0.01),
 }
 FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC", "LARC-fused", "Muon")
@@ -90,59 +75,50 @@ def data(step) -> torch.Tensor:
     return torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
 
 
-def stepped(model, kind, api) -> list[int]:
-    """Trains on the same batches everywhere. Returns the bytes of the collectives of the last step."""
+def stepped(model, kind, api) -> None:
+    """Trains on the same batches everywhere."""
     optimizer = KINDS[kind](model.parameters())
     session, scaler = AmpSession(), GradScaler("cpu", enabled=api == "scaler")
-    if api not in ("scaler", "plain"):
+    if api != "scaler":
         session.initialize(model, optimizer, opt_level=api, loss_scale="dynamic", verbosity=0)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(data(step)).float().square().mean()
-        if step == OVERFLOW_AT and api != "plain":
+        if step == OVERFLOW_AT:
             loss = loss * torch.inf
         if session.policy is None:
             scaler.scale(loss).backward()
         else:
             backward(session, loss, optimizer)
         before = weights(model) if abs(step - OVERFLOW_AT) < 2 else None
-        with counted_all_reduce() as calls:
-            scaler.step(optimizer) if api == "scaler" else optimizer.step()
+        scaler.step(optimizer) if api == "scaler" else optimizer.step()
         scaler.update()
         if before is not None:
             moved = distance(before, weights(model)) > 0
-            assert moved == (step != OVERFLOW_AT or api == "plain"), step
+            assert moved == (step != OVERFLOW_AT), step
     session.reset()
-    return calls
 
 
-def as_alone(make, kind, api="O0", like=mlp) -> list[int]:
-    """Whether a run is that on this rank alone, on all ranks. Returns the bytes of the last step."""
+def as_alone(make, kind, api="O0", like=mlp) -> None:
+    """Whether a run is that on this rank alone, on all ranks."""
     alone, model = like(), make()
     stepped(alone, kind, api)
-    calls = stepped(model, kind, api)
+    stepped(model, kind, api)
     assert distance(weights(alone), weights(model)) < EXACT
     assert max(distance(weights(model), other) for other in all_ranks(weights(model))) == 0.0
-    return calls
 
 
 @kinds(FAST, [kind for kind in KINDS if kind not in FAST])
 @on_ranks(2)
 def test_steps_are_those_of_one_process(kind):
-    assert as_alone(fsdp, kind) == BYTES.get(kind, BYTES[kind.partition("-")[0]])
+    as_alone(fsdp, kind)
     # Uneven parts, and one rank without any element of some parameters.
     assert RANK == 0 or 0 in [p.to_local().numel() for p in fsdp().parameters()]
 
 
 @on_ranks(2)
-def test_tensor_parallelism_sends_numbers_of_split_parameters_alone():
-    """The last bias is whole on every rank."""
-    assert as_alone(tensor_parallel, "LAMB", like=small) == [2 * 3 * 8, 3 * 8]
-
-
-@on_ranks(2)
-def test_without_amp():
-    assert as_alone(fsdp, "NovoGrad", "plain") == [NUMBERS]
+def test_a_bias_that_is_whole_on_every_rank_counts_once():
+    as_alone(tensor_parallel, "LAMB", like=small)
 
 
 @kinds(("LAMB", "Muon"), ("NovoGrad", "NovoGrad-inf", "LARC"))
@@ -151,7 +127,7 @@ def test_a_grad_scaler_skips_on_every_rank(kind):
     as_alone(fsdp, kind, "scaler")
 
 
-@kinds(("LAMB-nv", "Muon"), ("NovoGrad", "LARC"))
+@kinds(("LAMB", "Muon"), ("NovoGrad", "LARC"))
 @on_ranks(2)
 def test_a_step_with_gradients_on_one_rank_returns_on_all(kind):
     """With norms of whole weights and of the last rank's gradients."""
@@ -178,28 +154,12 @@ def test_a_step_with_gradients_on_one_rank_returns_on_all(kind):
     assert distance([t for t in theirs if len(t)], expected) < EXACT
 
 
-KEPT = {"split": {"master_weights": "split"}, "masters": {"master_weights": True}, "kahan": {"write_back": "kahan"}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "kept"),
-    [
-        *(("LAMB", "split"), ("Muon", "split")),
-        *(
-            pytest.param(kind, kept, marks=pytest.mark.full)
-            for kind in ("LAMB", "NovoGrad", "Muon")
-            for kept in KEPT
-            if kept != "split" or kind == "NovoGrad"
-        ),
-    ],
-)
+@pytest.mark.parametrize("make", [FusedLAMB, FusedNovoGrad, muon])
 @on_ranks(2)
-def test_16_bit_parameters_with_what_the_optimizer_keeps(kind, kept):
-    """bf16 parameters with fp32 masters, or with what stands for them."""
-    make = {"LAMB": FusedLAMB, "NovoGrad": FusedNovoGrad, "Muon": muon}[kind]
+def test_bf16_parameters_with_remainders(make):
     models = [mlp(torch.bfloat16), fsdp(torch.bfloat16)]
     for model in models:
-        optimizer = make(model.parameters(), lr=0.01, weight_decay=0.01, **KEPT[kept])
+        optimizer = make(model.parameters(), lr=0.01, weight_decay=0.01, master_weights="split")
         for step in range(5):
             optimizer.zero_grad()
             model(data(step).bfloat16()).float().square().mean().backward()

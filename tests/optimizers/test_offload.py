@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, each_copy, params_of, snapshot, start, through_a_file
-from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, masters_of, parameters, run
+from kit import INF, assert_same, batch, each_copy, mlp, params_of, snapshot, start, through_a_file, train
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, parameters, run
 from torch import nn
 
 import ampctx
@@ -64,19 +64,9 @@ def test_a_step_is_several_op_calls():
     assert calls.of["multi_tensor_adam"] > 3
 
 
-def test_a_first_step_that_is_skipped_changes_nothing():
-    both = pair("sgd")
-    before = [p.detach().clone() for p in params_of(both[1])]
-    step_both(both, 0, found_inf=torch.tensor(1.0))
-    assert_same([p.detach() for p in params_of(both[1])], before)
-    step_both(both, 1)
-    assert_alike(both)
-
-
-@pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
 @pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"negate a weight"}))  # by .data, at the same address
-def test_what_changes_between_steps_is_seen(mode, change):
-    both = pair("adam", mode)
+def test_what_changes_between_steps_is_seen(change):
+    both = pair("adam")
     for step in range(2):
         step_both(both, step)
     for optimizer in both:
@@ -84,16 +74,6 @@ def test_what_changes_between_steps_is_seen(mode, change):
     for step in range(2, 4):
         step_both(both, step)
     assert_alike(both)
-
-
-def test_a_parameter_without_gradient_stays():
-    both = pair("adam")
-    step_both(both, 0)
-    for optimizer in both:
-        give(params_of(optimizer), [None, *gradients(params_of(optimizer), 1)[1:]])
-        optimizer.step()
-    assert_same(snapshot(both[0]), snapshot(both[1]))
-    assert both[1].state[params_of(both[1])[0]]["step"] == 1
 
 
 def test_one_gradient_of_two_parameters_is_unscaled_once():
@@ -107,13 +87,6 @@ def test_one_gradient_of_two_parameters_is_unscaled_once():
         found.append([*snapshot(optimizer), params[0].grad])
     assert_same(*found)
     assert found[1][-1].tolist() == [2.0] * 4
-
-
-def test_fp32_weights_of_both_are_shown_as_masters():
-    resident, offloaded = pair("adam")
-    run(resident, 2)
-    run(offloaded, 2)
-    assert_same(masters_of(offloaded), masters_of(resident))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
@@ -147,38 +120,17 @@ def test_a_copy_goes_on_by_itself(copied):
     assert twin._offload is not offloaded._offload
 
 
-# --- under amp and a GradScaler, for 40 steps -------------------------------------------------------------------------
+# --- under amp and a GradScaler ---------------------------------------------------------------------------------------
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def losses_of(model, steps):
-    """Of two micro-batches each; some overflow."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
-        x = torch.randn(2, 16, 4, generator=generator).to(next(model.parameters()).dtype)
-        factor = float("inf") if step % 11 == 5 else 1.0
-        yield [(model(half).float() - half.float().sum(1, keepdim=True)).square().mean() * factor for half in x]
-
-
-def by_amp(level, **options):
-    def run_loop(offload, steps):
-        session, kept = AmpSession(), {"O2": True, "O5": "split"}.get(level, False)
+def by_amp(level):
+    def run_loop(offload):
+        session, kept = AmpSession(), "split" if level == "O5" else False
         make_it = partial(FusedAdam, lr=0.01, master_weights=kept, offload=offload)
-        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10}
-        model, optimizer = start(session, level, make_it, network(), **scale, **options)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        for losses in losses_of(model, steps):
-            for i, loss in enumerate(losses):
-                backward(session, loss, optimizer, delay_unscale=i == 0)
-            norm = ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        found = [*snapshot(optimizer), norm, torch.tensor(session.skipped_steps(optimizer))]
+        options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10, **({"master_weights": False} if kept else {})}
+        model, optimizer = start(session, level, make_it, **options)
+        train(session, model, optimizer, 12, overflow_at=(5,), max_norm=0.5)
+        found = [*snapshot(optimizer), torch.tensor(session.skipped_steps(optimizer))]
         session.reset()
         return found
 
@@ -186,13 +138,14 @@ def by_amp(level, **options):
 
 
 def by_scaler(kind, unscale):
-    def run_loop(offload, steps):
+    def run_loop(offload):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
-        model, scaler = network().to(dtype), kind("cpu", init_scale=2.0**10)
+        model, scaler = mlp().to(dtype), kind("cpu", init_scale=2.0**10)
         optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
-        for losses in losses_of(model, steps):
-            scaler.scale(sum(losses)).backward()
+        for step in range(12):
+            loss = model(batch(step).to(dtype)).float().square().mean() * (INF if step == 5 else 1.0)
+            scaler.scale(loss).backward()
             if unscale:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -205,36 +158,19 @@ def by_scaler(kind, unscale):
 
 
 LOOPS = {
-    "O0": by_amp("O0"),
     "O1": by_amp("O1"),
-    "O2": by_amp("O2", master_weights=False),
-    "O4": by_amp("O4"),
-    "O5": by_amp("O5", master_weights=False),
+    "O5": by_amp("O5"),
     "ours": by_scaler(ampctx.GradScaler, False),
-    "ours, clipped": by_scaler(ampctx.GradScaler, True),
-    "torch's": by_scaler(torch.amp.GradScaler, False),
     "torch's, clipped": by_scaler(torch.amp.GradScaler, True),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_40_steps_are_the_same(loop):
-    resident, offloaded = (LOOPS[loop](offload, 40) for offload in (None, "cpu"))
+def test_steps_under_amp_and_a_scaler_are_the_same(loop):
+    resident, offloaded = (LOOPS[loop](offload) for offload in (None, "cpu"))
     assert_same(offloaded, resident)
     if loop.startswith("O"):
-        assert resident[-1] == 4
-
-
-def test_amp_counts_a_skip_and_names_its_gradients():
-    model, session = network(), AmpSession()
-    optimizer = FusedAdam(model.parameters(), offload="cpu")
-    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    backward(session, model(torch.randn(8, 4)).sum() * float("nan"), optimizer)
-    optimizer.step()
-    outcome = session.outcome(optimizer)
-    assert outcome.skipped
-    assert outcome.culprits[0].name == "0.weight"
-    session.reset()
+        assert resident[-1] == 1
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -261,7 +197,7 @@ def test_larc_refuses_it():
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_amp_keeps_no_masters_beside_it(level):
-    model, session = network(), AmpSession()
+    model, session = mlp(), AmpSession()
     optimizer = FusedAdam(model.parameters(), offload="cpu")
     with pytest.raises(ampctx.AmpError, match="0.weight.* is .*=False to amp.initialize, and master_weights='split'"):
         session.initialize(model, optimizer, opt_level=level, verbosity=0)

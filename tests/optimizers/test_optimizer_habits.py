@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from kit import assert_same, params_of, snapshot
-from optimizer_cases import BY_NAME, give, gradients, parameters, run
+from optimizer_cases import BY_NAME, give, parameters, run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,23 +16,6 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 # --- groups and gradients ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_parameters_without_gradient_are_left_alone(name):
-    used, unused, frozen = parameters(shapes=[(3,), (4,), (5,)])
-    frozen.requires_grad_(False)
-    optimizer = BY_NAME[name]([used, unused, frozen])
-    before = [p.detach().clone() for p in (unused, frozen)]
-    used.grad = torch.ones(3)
-    optimizer.step()
-    assert_same([unused.detach(), frozen.detach()], before)
-    assert set(optimizer.state) == {used}
-    frozen.requires_grad_()
-    give([used, unused, frozen], [None, None, torch.ones(5)])
-    optimizer.step()
-    assert not torch.equal(frozen, before[1])
-    assert [optimizer.state[p]["step"].item() for p in (used, frozen)] == [1, 1]
 
 
 def test_parameters_and_state_are_exchanged_in_place():
@@ -64,36 +47,6 @@ def test_a_count_that_is_set_by_hand_may_be_a_number():
     assert_same([params[0].detach()], [params[1].detach()])
 
 
-def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
-    first, late = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = FusedSGD([first, late], lr=1.0, momentum=0.5)
-    for grads in ([torch.ones(1), None], [torch.ones(1), torch.ones(1)]):
-        give([first, late], grads)
-        optimizer.step()
-    assert [first.item(), late.item()] == [-2.5, -1.0]
-
-
-def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
-    ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
-    optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
-    for step in range(4):
-        if step == 2:
-            for group in (optimizer.param_groups[0], expected.param_groups[0]):
-                group["momentum"], group["dampening"] = 0.9, 0.5
-        run(optimizer, 1, first=step)
-        run(expected, 1, first=step)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("norm_type", [2, 0], ids=["l2", "inf"])
-def test_novograd_does_not_hide_a_nan(norm_type):
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = FusedNovoGrad([p], norm_type=norm_type)
-    p.grad = torch.tensor([1.0, math.nan, 1.0])
-    optimizer.step()
-    assert p.isnan().all()
-
-
 def test_novograd_of_gradients_of_zero():
     """The divisor is eps: no 0 / 0, and the weights decay."""
     params = parameters(shapes=[(3,), (0,), ()])
@@ -103,56 +56,6 @@ def test_novograd_of_gradients_of_zero():
     optimizer.step()
     torch.testing.assert_close([p.detach() for p in params], expected)
     assert [optimizer.state[p]["exp_avg_sq"] for p in params] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_nothing_to_step(name):
-    for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):
-        optimizer = BY_NAME[name](params)
-        give(params_of(optimizer), [torch.ones(0) if p.numel() == 0 else None for p in params_of(optimizer)])
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-LAYOUTS = {
-    "contiguous": lambda t: t.contiguous(),
-    "channels-last": lambda t: t.contiguous(memory_format=torch.channels_last),
-    "permuted": lambda t: t.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
-    "with-holes": lambda t: torch.stack([t, t], dim=-1)[..., 0],
-    "offset": lambda t: torch.cat([torch.zeros(1, dtype=t.dtype), t.flatten()])[1:].view(t.shape),
-}
-
-
-@pytest.mark.parametrize("of_grad", LAYOUTS)
-@pytest.mark.parametrize("of_param", LAYOUTS)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_layouts_of_parameter_and_gradient_may_differ(name, of_param, of_grad):
-    (plain,) = parameters(shapes=[(2, 3, 4, 5)])
-    plain = nn.Parameter(plain.detach().contiguous())
-    p = nn.Parameter(LAYOUTS[of_param](plain.detach().clone()))
-    optimizer, expected = BY_NAME[name]([p]), BY_NAME[name]([plain])
-    for step in range(3):
-        (grad,) = gradients([plain], step)
-        p.grad, plain.grad = LAYOUTS[of_grad](grad), grad
-        optimizer.step()
-        expected.step()
-    # Sums of LAMB and NovoGrad go in memory order.
-    rtol = 1e-5 if name in ("lamb", "novograd") else 0
-    torch.testing.assert_close(p.detach(), plain.detach(), rtol=rtol, atol=rtol)
-    assert p.stride() == LAYOUTS[of_param](plain.detach()).stride()
-
-
-def test_a_parameter_may_change_its_layout_between_steps():
-    (p,), (plain,) = parameters(shapes=[(2, 3, 4, 4)]), parameters(shapes=[(2, 3, 4, 4)])
-    optimizer, expected = FusedAdam([p]), FusedAdam([plain])
-    for step in range(2):
-        (grad,) = gradients([plain], step)
-        p.grad, plain.grad = grad, grad
-        optimizer.step()
-        expected.step()
-        p.data = p.detach().contiguous()
-        p.grad = None
-    assert_same([p.detach()], [plain.detach()])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -268,39 +171,6 @@ def test_capturable_groups_never_share_an_lr_tensor(make):
 
 
 @on_capturable
-def test_the_lr_of_capturable_groups_goes_with_them(make):
-    first, second, third = parameters(shapes=[(3,)] * 3)
-    optimizer = make(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}, {"params": [third], "lr": 0.75}]
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.param_groups[0]["lr"] = 0.125
-    optimizer.param_groups.reverse()
-    optimizer.param_groups.pop(0)
-    run(optimizer, 1)
-    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.125]
-    assert optimizer.param_groups[0]["lr"] is rates[1]
-
-
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor([0.0], dtype=torch.float64)], ids=str)
-@on_capturable
-def test_a_capturable_lr_can_be_put_back(make, lr):
-    """As torch.distributed.checkpoint does, to make the state in a step that changes nothing."""
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = make([p], lr=0.5)
-    group, start = optimizer.param_groups[0], p.detach().clone()
-    old, group["lr"] = group["lr"], lr
-    run(optimizer, 1)
-    assert_same([p.detach()], [start])
-    assert (group["lr"].dtype, group["lr"].item()) == (torch.float32, 0.0)
-    group["lr"] = old
-    run(optimizer, 1)
-    assert group["lr"] is old
-    assert old.item() == 0.5
-    assert not torch.equal(p, start)
-
-
-@on_capturable
 def test_distributed_checkpoints_leave_a_capturable_lr(make):
     distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     model = nn.Linear(3, 2)
@@ -335,8 +205,6 @@ def test_a_capturable_lr_that_cannot_be_used_is_named_and_nothing_changes(make, 
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-# --- apex's signatures ------------------------------------------------------------------------------------------------
-
 SIGNATURES = {
     FusedAdam: (1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, False, True, False, False),
     FusedSGD: (0.1, 0, 0, 0, False, False, True, True),
@@ -353,18 +221,6 @@ def test_positional_arguments_are_apexs(cls):
     assert positional.defaults == by_default.defaults
     for name in ("adam_w_mode", "set_grad_none", "capturable", "master_weights", "use_nvlamb", "moment_mode"):
         assert getattr(positional, name, None) == getattr(by_default, name, None)
-
-
-def test_apexs_attributes():
-    adam, lamb, nova = FusedAdam(parameters()), FusedLAMB(parameters()), FusedNovoGrad(parameters())
-    sgd, adagrad = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters())
-    assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
-    assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
-    assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, True)
-    assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
-    assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)
-    assert (adagrad.adagrad_w_mode, FusedAdagrad(parameters(), adagrad_w_mode=True).adagrad_w_mode) == (0, 1)
-    assert all(o._step_supports_amp_scaling for o in (adam, lamb, nova, sgd, adagrad))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -459,11 +315,3 @@ def test_a_misspelt_argument_names_the_nearest(name):
     for wrong, right in {"weight_deacy": "weight_decay", "writeback": "write_back"}.items():
         with pytest.raises(AmpTypeError, match=rf"got an unexpected keyword argument '{wrong}'\. Did you mean {right}"):
             BY_NAME[name](parameters(), **{wrong: 1.0})
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_tensor_options_become_numbers_when_they_are_given(name):
-    """Reading them in step would wait for the device."""
-    optimizer = BY_NAME[name](parameters(), weight_decay=torch.tensor(0.5))
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-    assert isinstance(optimizer.param_groups[0]["weight_decay"], float)

@@ -14,8 +14,7 @@ from optimizer_cases import BY_NAME, CHANGES, give, gradients, make, parameters,
 from torch import nn
 
 from ampctx._errors import AmpError
-from ampctx.optimizers import FusedAdam, FusedSGD, SplitMasters
-from ampctx.weights.step import Step
+from ampctx.optimizers import FusedAdam, SplitMasters
 
 
 def step_on(optimizer, step):
@@ -48,12 +47,6 @@ def same_as_copies(make, change=None, step_by=step_on, steps=6):
     return kept
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_calls_with_codes_are_the_same(capturable):
-    options = {"state_dtype": "8bit", "min_8bit_size": 0, "capturable": capturable}
-    same_as_copies(lambda: FusedAdam(parameters(), **options))
-
-
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])  # bf16 rounds
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(change, mode):
@@ -66,17 +59,6 @@ def test_a_parameter_that_gets_its_first_gradient_is_stepped():
         return optimizer
 
     same_as_copies(lambda: first_without(BY_NAME["adam"](parameters())), lambda optimizer: vars(optimizer).pop("gives"))
-
-
-def test_parameters_that_go_over_to_channels_last_are_seen():
-    """As ``model.to(memory_format=...)`` leaves them: gradients that are zeroed in place keep the old layout."""
-
-    def change(optimizer):
-        first = params_of(optimizer)[0]
-        first.data = first.data.to(memory_format=torch.channels_last)
-
-    params = lambda: [nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]  # noqa: E731
-    same_as_copies(lambda: BY_NAME["adam"](params()), change)
 
 
 @pytest.mark.parametrize("what", ["sparse gradients, and param_groups", "lr must be 1-element: lr has 3 elements"])
@@ -92,18 +74,6 @@ def test_what_is_refused_of_a_later_group_changes_nothing(what):
     with pytest.raises(AmpError, match=what):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
-
-
-def test_masters_with_other_models_are_seen():
-    """Another 16-bit weight for a master."""
-    optimizer = FusedSGD([nn.Parameter(torch.ones(4))], lr=1.0)
-    (master,) = params_of(optimizer)
-    models = [torch.zeros(4, dtype=torch.float16) for _ in range(2)]
-    for step in range(4):
-        master.grad = torch.ones(4)
-        optimizer.step(given=Step(models={master: models[step // 2]}))
-    assert models[0].tolist() == [-1.0] * 4
-    assert models[1].tolist() == [-3.0] * 4
 
 
 def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
@@ -124,18 +94,6 @@ def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
         assert last() is None
     finally:
         gc.enable()
-
-
-def test_state_that_is_offloaded_frees_its_memory():
-    optimizer = BY_NAME["adam"](parameters())
-    for step in range(3):
-        step_on(optimizer, step)
-    state = optimizer.state[params_of(optimizer)[0]]
-    moments = [weakref.ref(state[key]) for key in ("exp_avg", "exp_avg_sq")]
-    for key in ("exp_avg", "exp_avg_sq"):
-        state[key] = state[key].clone()
-    gc.collect()
-    assert [moment() for moment in moments] == [None, None]
 
 
 @pytest.mark.parametrize("offset", [0, 5], ids=["", "a view"])
@@ -209,10 +167,8 @@ class Mine(nn.Parameter):
     pass
 
 
-@pytest.mark.parametrize("kind", ["subclass", "negating"])
-def test_what_is_no_plain_tensor_is_stepped_as_one(kind):
-    negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
-    optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
+def test_a_parameter_of_a_subclass_is_stepped_as_one():
+    optimizer = FusedAdam([Mine(torch.ones(3))])
     run(optimizer, 3)
     plain = FusedAdam([nn.Parameter(torch.ones(3))])
     run(plain, 3)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from functools import partial
-
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import assert_same, backward, params_of, snapshot, start, train, with_plans
-from optimizer_cases import BY_NAME, LOW, MODES, ONE_CALL, give, gradients, make, parameters, run
+from kit import assert_same, backward, params_of, snapshot, with_plans
+from optimizer_cases import BY_NAME, MODES, ONE_CALL, give, gradients, make, parameters, run
 from tape import Tape
 from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession
-from ampctx.foreach import FoundInf, PerDevice
-from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from ampctx.weights.pending import MasterParam, Pending, Place
-from ampctx.weights.step import Step
+from ampctx.optimizers import FusedSGD
 
 FLAGS = {
     "2": (torch.tensor([2.0]), True),
@@ -81,94 +75,6 @@ def test_what_amp_leaves_must_have_one_element(name):
     assert_same(before, snapshot(optimizer))
 
 
-# --- what amp gives a step --------------------------------------------------------------------------------------------
-
-
-def amp_masters(dtype):
-    """Model weights and masters as ampctx.amp keeps them."""
-    models, place = parameters(dtype), Place()
-    values = [p.detach().float().clone(memory_format=torch.preserve_format) for p in models]
-    return models, [MasterParam(value, place=place) for value in values]
-
-
-def pending_of(grads, inv_scale=1.0):
-    """Gradients that wait for the step, by master."""
-    place = next(iter(grads)).place
-    place.pending = Pending.checked(list(grads), place, list(grads.values()), inv_scale, FoundInf())
-    return place.pending
-
-
-@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_model_weights_are_written_with_their_masters(name, dtype):
-    models, masters = amp_masters(dtype)
-    optimizer, plain = BY_NAME[name](masters), BY_NAME[name](parameters(dtype=torch.float32))
-    with torch.no_grad():
-        for p, q in zip(params_of(plain), masters, strict=True):
-            p.copy_(q)
-    optimizer.step = functools.partial(
-        optimizer.step, given=Step(models=dict(zip(masters[1:], models[1:], strict=True)))
-    )
-    left = models[0].detach().clone()
-    run(optimizer, 3)
-    run(plain, 3)
-    assert_same(snapshot(optimizer), snapshot(plain))
-    assert_same([p.detach() for p in models[1:]], [m.detach().to(dtype) for m in masters[1:]])
-    assert_same([models[0].detach()], [left])
-    assert all("master_param" not in optimizer.state[m] for m in masters)
-
-
-def test_masters_of_amp_and_of_the_optimizer_side_by_side():
-    models, masters = amp_masters(torch.bfloat16)
-    own = parameters(torch.bfloat16, seed=1)
-    optimizer = FusedAdam([p for pair in zip(masters, own, strict=True) for p in pair], master_weights=True)
-    optimizer.step = functools.partial(optimizer.step, given=Step(models=dict(zip(masters, models, strict=True))))
-    run(optimizer, 2)
-    assert_same([p.detach() for p in models], [m.detach().bfloat16() for m in masters])
-    kept = [optimizer.state[p]["master_param"] for p in own]
-    assert_same([p.detach() for p in own], [m.bfloat16() for m in kept])
-    assert all("master_param" not in optimizer.state[m] for m in masters)
-
-
-@pytest.mark.parametrize("inv_scale", [1 / 64, PerDevice(torch.tensor(1 / 64))], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", BY_NAME)
-def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
-    """They take the place of .grad, with a factor of their own besides grad_scale; some masters have a plain gradient
-    still."""
-    models, masters = amp_masters(torch.bfloat16)
-    plain = BY_NAME[name]([nn.Parameter(m.detach().clone(memory_format=torch.preserve_format)) for m in masters])
-    optimizer = BY_NAME[name](masters)
-    grads = gradients(models, 0)
-    give(params_of(plain), [g.float() for g in grads])
-    masters[0].grad = grads[0].float() * 4
-    waiting = {m: g * (64 * 4) for m, g in zip(masters[1:], grads[1:], strict=True)}
-    kept = [g.clone() for g in waiting.values()]
-    pending = pending_of(waiting, inv_scale)
-    optimizer.grad_scale = torch.tensor(4.0)
-    with OpCalls() as calls:
-        optimizer.step(given=Step(models=dict(zip(masters, models, strict=True)), pending=pending))
-    plain.step()
-    assert masters[1].place.pending is pending, "the gradients were made fp32 tensors"
-    assert_same([*waiting.values(), masters[0].grad], [*kept, grads[0].float()])
-    assert all(g._version == 0 for g in waiting.values())
-    # The norm of LAMB's gradients is summed in another order.
-    rtol = 1e-6 if "lamb" in name else 0
-    torch.testing.assert_close(snapshot(optimizer), snapshot(plain), rtol=rtol, atol=rtol)
-    assert calls.count == 0
-
-
-def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
-    _, masters = amp_masters(torch.bfloat16)
-    owner = FusedLAMB(masters[:3], max_grad_norm=0.5)
-    grads = {m: g.bfloat16() for m, g in zip(masters, gradients(masters, 0), strict=True)}
-    pending = pending_of(grads)
-    plain = FusedLAMB([nn.Parameter(m.detach().clone()) for m in masters[:3]], max_grad_norm=0.5)
-    give(plain.param_groups[0]["params"], [g.float() for g in list(grads.values())[:3]])
-    owner.step(given=Step(pending=pending))
-    plain.step()
-    torch.testing.assert_close(snapshot(owner), snapshot(plain), rtol=1e-6, atol=1e-6)
-
-
 # --- op calls and host reads ------------------------------------------------------------------------------------------
 
 
@@ -181,16 +87,6 @@ def test_one_op_call_for_each_bucket(name):
         run(optimizer, 1)
     norms = {"multi_tensor_unscale_l2norm": 3} if name == "lamb" else {}
     assert calls.of == {f"multi_tensor_{name}": 3, **norms}
-
-
-@pytest.mark.parametrize("name", ONE_CALL)
-def test_one_op_call_whatever_the_layouts_and_the_write_back(name):
-    for options in ({"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}):
-        optimizer = BY_NAME[name](parameters(torch.bfloat16), **options)
-        run(optimizer, 1)
-        with OpCalls() as calls:
-            run(optimizer, 1)
-        assert calls.of[f"multi_tensor_{name}"] == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,23 +139,6 @@ def test_capturable_is_the_same_arithmetic(name):
 
 
 # --- under amp --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write_back", ["nearest", "kahan", "stochastic"])
-def test_a_model_in_fp16_without_masters_trains(session, write_back):
-    """Where torch's Adam ends in nan: its eps is 0 in fp16."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(32, 4)
-    make, scale = partial(FusedAdam, lr=0.01, write_back=write_back), {"loss_scale": "dynamic", "max_loss_scale": 64.0}
-    model, optimizer = start(session, "O3", make, model, **scale)
-
-    def loss(model, step):
-        return (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-
-    losses = train(session, model, optimizer, 20, loss=loss, overflow_at=(2,))
-    assert session.skipped_steps(optimizer) == 1
-    assert losses[-1] < 0.8 * losses[0]
-    assert {p.dtype for p in session.master_params(optimizer)} == {torch.float16}
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

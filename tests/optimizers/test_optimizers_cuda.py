@@ -8,7 +8,7 @@ from kit import assert_same, no_host_sync, params_of, snapshot
 from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
 from torch import nn
 
-from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
+from ampctx.optimizers import FusedAdam, FusedLAMB
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -100,14 +100,6 @@ def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(kind):
     assert {t.device.type for s in target.state.values() for t in s.values()} == {DEVICE}
     assert target.param_groups[0]["lr"].device.type == DEVICE
     run(target, 1)
-
-
-def test_larc_on_a_gpu():
-    plain, on_gpu = (LARC(FusedSGD(p, lr=0.1, weight_decay=0.1)) for p in (parameters(), moved(parameters())))
-    run(plain, 3)
-    run(on_gpu, 3)
-    for p, q in zip(params_of(on_gpu), params_of(plain), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
 # --- offload: pinned memory, streams, and the bits of the kernels there -----------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from kit import INF, assert_same, batch, each_copy, params_of, start, through_a_file, train
+from kit import assert_same, each_copy, params_of, through_a_file
 from optimizer_cases import give, gradients, masters_of, parameters
 from torch import nn
 
@@ -208,45 +207,6 @@ def test_a_closure_is_evaluated_once():
     assert SplitMasters(torch.optim.SGD, [p], chunk_bytes=2, lr=0.5).step(closure) == 5.0
     assert len(calls) == 1
     assert p.tolist() == [0.5] * 3
-
-
-# --- with amp and a GradScaler ----------------------------------------------------------------------------------------
-
-
-MAKE = {
-    "SplitMasters": partial(SplitMasters, torch.optim.AdamW, chunk_bytes=64, lr=0.01, weight_decay=0.0),
-    "FusedAdam": partial(FusedAdam, lr=0.01, master_weights="split"),
-}
-OVERFLOW_AT = (3, 10, 17)
-
-
-def test_under_amp_it_trains_like_fused_adam(session):
-    found, options = [], {"master_weights": False, "loss_scale": "dynamic", "max_loss_scale": 2.0**10}
-    for make in MAKE.values():
-        model, optimizer = start(session, "O5", make, **options)
-        train(session, model, optimizer, 20, overflow_at=OVERFLOW_AT, max_norm=0.5)
-        assert session.skipped_steps(optimizer) == 3
-        found.append([w.detach().clone() for w in masters_of(optimizer)])
-        session.reset()
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-def test_with_a_grad_scaler_it_trains_like_fused_adam():
-    found = []
-    for make in MAKE.values():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).bfloat16()
-        optimizer, scaler, skips = make(model.parameters()), ampctx.GradScaler("cpu", init_scale=2.0**10), 0
-        for step in range(20):
-            loss = model(batch(step).bfloat16()).float().square().mean() * (INF if step in OVERFLOW_AT else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            skips += scaler.outcome(optimizer).skipped
-            scaler.update()
-            optimizer.zero_grad()
-        assert skips == 3
-        found.append([w.detach().clone() for w in masters_of(optimizer)])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class Exercise:
             ops.multi_tensor_l2norm(x.tensors, seen[2])
             ops.multi_tensor_unscale_l2norm(x.tensors, seen[3], 0.5)
             self.checks.same(f"inf at {place} is flagged", torch.stack(seen), torch.tensor([1, 1, 1, 1, 0]).to(seen[0]))
-        # The rules of these are tests of their own: tests/ops/test_update_scale.py, test_checks_with_updates.py.
+        # The rules of these are tests of their own: tests/ops/test_update_scale.py, test_op_properties.py.
         scale, growth = torch.full((), 8.0, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
         update = inner_ops.ScaleUpdate(scale, growth, torch.ones_like(growth), 2.0, 0.5, 2, 1, 1.0, 16.0)
         ops.multi_tensor_scale(x.tensors, out.tensors, self.flag(), 1.0, update)

@@ -55,8 +55,6 @@ LEFT_OUT = (
     "tests/test_grad_clip.py::test_norm_and_gradients_are_torchs[dtype1",
     # Averages over a million draws, which the emulation makes.
     "tests/ops/test_state_types.py::test_rounding_is_right_on_average",
-    "tests/optimizers/test_state_dtype.py::test_an_average_of_squares_shrinks_in_bf16",
-    "tests/test_foreach.py::test_the_last_check_updates_the_scale_if_one_flag_knows_all",
 )
 
 
