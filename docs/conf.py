@@ -57,8 +57,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]
 nitpick_ignore = [
     ("py:class", "typing_extensions.Unpack"),
-    ("py:class", "ampctx.optimizers._options.CommonOptions"),  # the keywords that FusedOptimizer explains
-    ("py:class", "ampctx.optimizers._options.SharedOptions"),
+    ("py:class", "ampctx.optimizers._base.CommonOptions"),  # the keywords that FusedOptimizer explains
+    ("py:class", "ampctx.optimizers._base.SharedOptions"),
     ("py:class", "ampctx.weights.step.Step"),  # what amp gives a step of its own optimizers
     ("py:class", "ampctx.kernels.ops.ScaleUpdate"),  # amp passes it to the ops, users do not
     ("py:class", "ampctx.amp.named_state.Stateful"),  # what amp.Stateful() returns

@@ -6,21 +6,17 @@ import itertools
 import weakref
 from typing import Any
 
-from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
-from ampctx.weights.pending import Pending
 
 
 def now(binding: Any) -> Culprits:
     """Reads all gradients: a host sync."""
-    masters, pending = binding.masters, binding.gradients.pending
-    grads = {} if pending is None else pending.grads
-    of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in masters.pairs)
-    found = itertools.chain(of_masters, ((p, p.grad) for p in masters.params_without_master))
+    others = ((p, p.grad) for p in binding.masters.params_without_master)
+    found = itertools.chain(binding.gradients.of_pairs(), others)
     return culprits_among(((p, grad) for p, grad in found if grad is not None), binding.names_by_id)
 
 
-def later(reference: weakref.ref, checked: Pending | None, is_current: bool) -> Culprits:
+def later(reference: weakref.ref, checked: Any, is_current: bool) -> Culprits:
     """After a step that the device skipped, as far as they are known. ``checked``: the gradients that waited for it.
     ``is_current``: whether ``.grad`` still belongs to that step. Host sync."""
     binding = reference()

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ampctx._plan import PLANS
+from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
 
@@ -115,7 +115,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                increment_version(list(tensors))
+                tensor_loops.increment_version(list(tensors))
 
 
 class ScaleUpdate(NamedTuple):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from ampctx._data_writes import DataWrites, message
-from ampctx._decorators import without_grad
+from ampctx._data_writes import DataWrites
+from ampctx._decorators import may_be_profiled, profile_hook_step, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import Clipped, PerDevice, product, taken
@@ -28,15 +28,14 @@ from ampctx.kernels.ops import is_watched, noted
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.kernels.sharding import is_sharded, wrote
+from ampctx.kernels.sharding import wrote
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
-from ampctx.optimizers._hooks import may_be_profiled, profile_hook_step
 from ampctx.optimizers._offload import Offload
-from ampctx.optimizers._options import Group, SharedOptions, check_choice, param_name
+from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
 from ampctx.optimizers._step_plan import StepPlan, step_plan
 from ampctx.optimizers._work import Work
@@ -47,6 +46,28 @@ from ampctx.weights.store import EXTRAS, follow, joined
 logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
 TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload", "_data_writes")
+MasterWeights = bool | Literal["split"]
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
+
+    maximize: bool
+    write_back: Literal["nearest", "stochastic", "kahan"]
+    seed: int
+    state_dtype: Any
+    min_8bit_size: int
+    offload: Literal["cpu"] | None
+    skip_nonfinite: bool
+    skip_norm_above: float | None
+    process_group: Any
+
+
+class SharedOptions(CommonOptions, total=False):
+    master_weights: MasterWeights
+    capturable: bool
+
+
 _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
 _DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
 _DEFAULTS |= {"skip_nonfinite": False, "skip_norm_above": None, "process_group": None}
@@ -174,17 +195,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             raise AmpTypeError(f"{alone[0]} is an argument of {type(self).__name__}, not of a param group.")
         if group["lr"] is None:
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
-        rate = _options.check_number("lr", group["lr"])
-        group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
-        for number in OPTIMIZERS[self._op_of(group)].numbers:
-            if number.type == "float" and not number.of:
-                check = _options.check_number if number.checked else _options.check_finite
-                group[number.name] = check(number.name, group[number.name])
-            if number.name == "beta1":
-                group["betas"] = _options.check_betas(group["betas"])
-        for name in self._flags(group):
-            group[name] = _options.check_flag(name, group[name])
-        group["seed"] = _options.check_seed(group["seed"])
+        _options.check_numbers(group, OPTIMIZERS[self._op_of(group)], self._flags(group))
         _state_types.check(type(self).__name__, self._ops, group)
 
     def _saved_options(self, group: Group) -> Sequence[str]:
@@ -304,7 +315,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             self._offload.step(self, step)
         else:
             if self.master_weights is True and self._data_writes.is_due() and not is_watched():
-                self._tell_of_data_writes()
+                _work.tell_of_data_writes(self)
             if self._plan is None or not self._plan.run(self, step):
                 self._apply(step)
         if self._guard is not None:
@@ -349,14 +360,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         self._plan = plan
         if scaling.wrote is not None and _work.writes_all(works, scaling):
             scaling.wrote()
-
-    def _tell_of_data_writes(self) -> None:
-        seen, key = self._seen if self._plan is None else self._plan.seen(), EXTRAS["copy"]
-        places = {p: (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
-        same = [p for p, mark in seen.items() if p in places and key in self.state.get(p, ()) and mark == marks([p])]
-        if found := self._data_writes.found([(p, self.state[p][key]) for p in same if not is_sharded(p)]):
-            names = (param_name(self.param_groups, *places[p]) for p in found)
-            logger.warning("%s: %s", type(self).__name__, message(names))
 
     def _new_works(self, scaling: Step) -> list[Work]:
         members = [_work.members_of(self, g, scaling) for g in range(len(self.param_groups))]

@@ -113,8 +113,7 @@ def load_fused(optimizer: Any, load: Callable[[Any], Any], state_dict: Any) -> N
     def after(_: Any) -> None:
         optimizer.state.update(states)
         optimizer._restore()
-        if optimizer.capturable:
-            fill_lr_tensors(optimizer.param_groups, rates)
+        fill_lr_tensors(optimizer, rates)
 
     load_between(optimizer, load, state_dict, before, after)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,27 +22,6 @@ Group = dict[str, Any]
 _LARGEST = torch.finfo(torch.float32).max
 _NO_PAIRS = (str, bytes, Mapping)
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
-
-MasterWeights = bool | Literal["split"]
-
-
-class CommonOptions(TypedDict, total=False):
-    """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
-
-    maximize: bool
-    write_back: Literal["nearest", "stochastic", "kahan"]
-    seed: int
-    state_dtype: Any
-    min_8bit_size: int
-    offload: Literal["cpu"] | None
-    skip_nonfinite: bool
-    skip_norm_above: float | None
-    process_group: Any
-
-
-class SharedOptions(CommonOptions, total=False):
-    master_weights: MasterWeights
-    capturable: bool
 
 
 def device_of(group: Group) -> torch.device:
@@ -74,8 +53,11 @@ def lr_to_tensors(groups: Sequence[Group]) -> None:
         group["lr"] = rate
 
 
-def fill_lr_tensors(groups: Sequence[Group], rates: list[Any]) -> None:
+def fill_lr_tensors(optimizer: Any, rates: list[Any]) -> None:
     """Puts loaded rates into the tensors ``rates`` that groups had, with capturable: a CUDA graph may read these."""
+    if not optimizer.capturable:
+        return
+    groups: Sequence[Group] = optimizer.param_groups
     lr_to_tensors(groups)
     for i, (group, rate) in enumerate(zip(groups, rates, strict=True)):
         loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
@@ -142,6 +124,21 @@ def check_betas(betas: Any) -> tuple[float, float]:
         raise AmpTypeError(f"betas must be a pair of numbers, got {betas!r}")
     first, second = (check_number(f"betas[{i}]", betas[i], 1.0, f"beta parameter at index {i}") for i in range(2))
     return float(first), float(second)
+
+
+def check_numbers(group: Group, spec: OpSpec, flags: Sequence[str]) -> None:
+    """Checks lr, the numbers of an op, its flags and the seed. Tensors among them, except lr, become numbers."""
+    rate = check_number("lr", group["lr"])
+    group["lr"] = group["lr"] if isinstance(group["lr"], Tensor) else rate
+    for number in spec.numbers:
+        if number.type == "float" and not number.of:
+            check = check_number if number.checked else check_finite
+            group[number.name] = check(number.name, group[number.name])
+        if number.name == "beta1":
+            group["betas"] = check_betas(group["betas"])
+    for name in flags:
+        group[name] = check_flag(name, group[name])
+    group["seed"] = check_seed(group["seed"])
 
 
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampctx._data_writes import message
 from ampctx.kernels import foreach, reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move
 from ampctx.kernels.grouping import buckets, stacks
 from ampctx.kernels.ops import factor, is_watched
+from ampctx.kernels.plan import marks
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.sharding import any_sharded, local, part_number, place_grads, wrote
+from ampctx.kernels.sharding import any_sharded, is_sharded, local, part_number, place_grads, wrote
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.optimizers._options import Group, check_one_element, param_name, refuse_sparse
 from ampctx.optimizers._state_types import forms_of, smallest_coded, states_of
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
+logger = logging.getLogger("ampctx")
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 # By op: the options that switch one of its lists of state on.
 _SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in OPTIMIZERS.items()}
@@ -167,6 +171,16 @@ def members_of(optimizer: Any, g: int, scaling: Step) -> dict[Kind, Members]:
         members.grads.append(grad)
         members.numbers.append(first + i)
     return found
+
+
+def tell_of_data_writes(optimizer: Any) -> None:
+    """Warns once of weights with masters that a program has written through ``.data``."""
+    seen, key = optimizer._seen if optimizer._plan is None else optimizer._plan.seen(), EXTRAS["copy"]
+    places = {p: (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
+    same = [p for p, mark in seen.items() if p in places and key in optimizer.state.get(p, ()) and mark == marks([p])]
+    if found := optimizer._data_writes.found([(p, optimizer.state[p][key]) for p in same if not is_sharded(p)]):
+        names = (param_name(optimizer.param_groups, *places[p]) for p in found)
+        logger.warning("%s: %s", type(optimizer).__name__, message(names))
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, SharedOptions, check_number
+from ampctx.optimizers._options import Group, check_number
 
 
 class FusedAdagrad(FusedOptimizer):

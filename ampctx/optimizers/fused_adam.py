@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import CommonOptions, FusedOptimizer, MasterWeights
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import CommonOptions, MasterWeights, check_flag
+from ampctx.optimizers._options import check_flag
 
 
 class FusedAdam(FusedOptimizer):

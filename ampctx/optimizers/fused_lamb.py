@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._options import Group, SharedOptions, check_number
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
+from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Work
 from ampctx.weights.step import Step
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._options import SharedOptions
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 
 
 class FusedLion(FusedOptimizer):

@@ -21,9 +21,9 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import by_layout, grids_of, is_sharded, local
 from ampctx.optimizers import _options, _work, layerwise
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, SharedOptions, check_finite, check_flag, check_number, param_name
+from ampctx.optimizers._options import Group, check_finite, check_flag, check_number, param_name
 from ampctx.optimizers._work import Work
 from ampctx.optimizers.fused_adam import compare_decay
 from ampctx.weights.step import Step

@@ -13,9 +13,9 @@ from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx._saved import plain
 from ampctx.kernels.foreach import PerDevice
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, SharedOptions
+from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Work
 from ampctx.weights.step import Step
 

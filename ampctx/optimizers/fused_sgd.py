@@ -9,9 +9,9 @@ from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.tensor_loops import has_values
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, SharedOptions
+from ampctx.optimizers._options import Group
 from ampctx.optimizers._state_types import Forms, State
 
 

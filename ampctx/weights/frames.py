@@ -28,7 +28,7 @@ from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
 from ampctx.kernels.sharding import place_grads, values_of
-from ampctx.kernels.tensor_loops import all_there, grad_of
+from ampctx.kernels.tensor_loops import all_there, grad_of, stored_grad
 from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending
@@ -97,6 +97,11 @@ class Frames:
     def pending(self) -> Pending | None:
         """The pending gradients of the masters, or None."""
         return self._masters.place.pending
+
+    def of_pairs(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Each model parameter with a master, and the master's gradient as it is, 16 bits or fp32."""
+        grads = {} if self.pending is None else self.pending.grads
+        return [(p, grads[m] if m in grads else stored_grad(m)) for p, m in self._masters.pairs]
 
     @property
     def factors(self) -> tuple[Factor, Factor]:
