@@ -162,7 +162,7 @@ def test_api_page_has_every_public_name(module):
 BUDGETS = {
     250: "cli guide/clip guide/gradient_penalty guide/muon guide/schedulers guide/skip_bad_steps",
     400: "contributing guide/ddp guide/health guide/smaller_state",
-    500: "options limitations performance"
+    500: "options limitations performance adding_kernels"
     " guide/accumulate guide/compile_export guide/debug_nans guide/fsdp_zero guide/offload guide/scale",
     600: "../README why from_torch_amp reliability guide/checkpoints guide/fp32_layers",
     700: "install levels frameworks",

@@ -4,7 +4,7 @@ sync.
 docs/optimizers.md shows how to use them.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from ampctx.optimizers._state_types import unpack_state
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
@@ -30,7 +30,7 @@ __all__ = [
     "unpack_state",
 ]
 
-if not TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> None:
         if name == "FusedMixedPrecisionLamb":

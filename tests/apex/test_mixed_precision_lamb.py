@@ -8,7 +8,7 @@ from apex.optimizers import FusedMixedPrecisionLamb
 from kit import assert_same, params_of, snapshot
 from torch import nn
 
-from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, optimizers
+from ampctx import AmpError, AmpTypeError, AmpValueError, optimizers
 
 F16, B16 = torch.float16, torch.bfloat16
 DEFAULTS = (1e-3, 0, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, 1.0, False, None)
@@ -110,13 +110,6 @@ def test_copies_and_pickles_continue(tmp_path):
 def test_errors(options, kind, message):
     with pytest.raises(kind, match=message):
         FusedMixedPrecisionLamb(parameters(F16), **options)
-
-
-def test_amp_refuses_to_split_its_weights():
-    model, session = nn.Linear(2, 2), AmpSession()
-    optimizer = FusedMixedPrecisionLamb(model.parameters())
-    with pytest.raises(AmpTypeError, match=r"FusedMixedPrecisionLamb\) keeps no split masters"):
-        session.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
 
 
 def test_ampctx_itself_says_where_the_class_is():
