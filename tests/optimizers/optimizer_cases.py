@@ -44,7 +44,7 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "stochastic": (torch.float16, {"write_back": "stochastic"}),
 }
 # Those whose step is one op call for each bucket of parameters.
-ONE_CALL = [name for name in BY_NAME if name != "muon"]
+ONE_CALL = [name for name in BY_NAME if name not in ("muon", "novograd")]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     "sgd": {"momentum_buffer"},
