@@ -192,7 +192,7 @@ FAULTS = [
     ),
     Fault(
         "the device goes by the flag of the last loss", "ampctx",
-        "flag = join_flags(flags, flags[0].device) if flags", "flag = flags[-1] if flags",
+        "raised if flag is None else torch.maximum(flag, move(raised, flag.device))", "raised",
         f"{STEPS} {ROWS}outcome_of_each_step.py",
     ),
     Fault(
