@@ -150,6 +150,11 @@ def test_a_step_enters_few_functions_and_files(plain):
         assert in_files <= BUDGETS["walk"]["files"][part]["now"], part
 
 
+def test_no_file_is_too_long_to_read():
+    product = [*PRODUCT, *files("csrc", ".h", ".cpp", ".cu", ".cuh")]
+    assert {name_of(path): n for path in product if (n := lines([path])) > 520} == {}
+
+
 # --- 7, 9, 10: what is not written ------------------------------------------------------------------------------------
 
 

@@ -329,8 +329,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 _state_types.check(type(self).__name__, self._ops, group)
             except AmpError as error:
                 raise type(error)(f"param_groups[{g}]: {error}") from None
-        if self._plan is not None and not self._plan.renew(self):
-            self._plan = None
+        if self._plan is not None:
+            self._plan.renew(self)
 
     def _apply(self, scaling: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient, by op calls made anew, and makes the plan of the next step.

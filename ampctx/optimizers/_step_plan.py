@@ -117,13 +117,13 @@ class StepPlan:
         now = options_of(optimizer, self._names)
         return len(now) == len(known) and all(map(is_, now, known))
 
-    def renew(self, optimizer: Any) -> bool:
-        """Takes over checked options. False where they need other calls."""
+    def renew(self, optimizer: Any) -> None:
+        """Takes over checked options. Where they need other calls, the plan runs no more."""
         now = options_of(optimizer, self._names)
         self._options = now if all(map(is_fixed, now)) else None
         numbers = [optimizer._numbers_of(work.group) for work in self._works]
         self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
-        return self._settings == settings_of(optimizer)
+        self._fits = self._settings == settings_of(optimizer)
 
     def seen(self) -> dict[Tensor, bytes]:
         """The marks of these weights when they agreed with their states."""
@@ -134,7 +134,8 @@ class StepPlan:
         pending, masters = step.pending, self._masters
         grads: list[Any] | None = None
         if (
-            ops.is_watched()
+            not self._fits
+            or ops.is_watched()
             or optimizer.state is not self._state
             or step.models is not self._models
             or step.unscales is not self._unscales

@@ -124,9 +124,8 @@ class MasterParams:
 
     def is_current(self) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        if not as_before(self._optimizer().param_groups, self._members, [], None):
-            return False
-        return not self._frozen or not any(p.requires_grad for p in self._frozen)
+        same = bool(as_before(self._optimizer().param_groups, self._members, [], None))
+        return same and not (self._frozen and any(p.requires_grad for p in self._frozen))
 
     def is_as_before(self, weights: bool) -> bool:
         """Whether nothing has happened since the latest block or step: the groups have the same members, and no leaf
