@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +55,7 @@ def steps_a_partition(optimizer: Any) -> bool:
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     kind = dtensor()
-    if not kind:
-        return False
-    return any(issubclass(found, kind) for found in set(map(type, tensors)))
+    return bool(kind) and any(map(issubclass, set(map(type, tensors)), repeat(kind)))
 
 
 def _part(t: Any) -> Tensor:

@@ -51,7 +51,7 @@ def _choices(group: Group) -> list[Any]:
 
 def is_reduced(group: Group) -> bool:
     """Whether some state may be below fp32."""
-    return any(choice is not _WIDE for choice in _choices(group))
+    return not {_WIDE}.issuperset(_choices(group))
 
 
 def check(of: str, ops: Sequence[str], group: Group) -> None:

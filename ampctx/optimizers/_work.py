@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ def members_of(optimizer: Any, g: int, scaling: Step) -> dict[Kind, Members]:
     group = optimizer.param_groups[g]
     pending_grads = {} if scaling.pending is None else scaling.pending.grads
     place_grads(group["params"])
-    first = sum(len(group["params"]) for group in optimizer.param_groups[:g])
+    first = sum(map(len, map(itemgetter("params"), optimizer.param_groups[:g])))
     coded_from = smallest_coded(group)
     found: dict[Kind, Members] = {}
     for i, p in enumerate(group["params"]):
