@@ -79,3 +79,5 @@ def setup(app):
             source[0] = report.filled(source[0], found)
 
     app.connect("source-read", fill)
+    # Its overloads show the session as an argument. autodoc looks for overloads in the module that a function names.
+    ampctx.amp.initialize.__func__.__module__ = "ampctx.amp"

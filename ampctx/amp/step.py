@@ -74,7 +74,7 @@ class OptimizerBinding:
         self.restore_unperturbed: Callable[[], None] | None = None
         # What the running step is given; a closure changes it.
         self.given = _NOTHING
-        # Of other optimizers, each step asks.
+        # Whether the device decides about skips. Of optimizers that take no ``Step``, each step asks.
         self._is_by_device = masters.takes_step and skips_by_itself(optimizer)
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of = names
@@ -147,7 +147,7 @@ class OptimizerBinding:
         if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
         self.steps.epoch += 1
-        # What somebody has written the step and the next forward see.
+        # Written weights or masters do not matter here: the step and the next forward see them.
         is_clear = is_idle and self.masters.is_as_before(weights=False)
         if not is_clear:
             self.follow_groups()
@@ -280,7 +280,7 @@ class OptimizerBinding:
         if self.inside or self.released:
             return original(*args, **kwargs)
         if CHECKPOINT in sys.modules and not self.optimizer.state and called_by():
-            # With masters, ``_state_dict`` refuses what follows, and no state must stay.
+            # It makes missing state by a step of zeros. With masters, ``_state_dict`` refuses what follows.
             return None if self.masters.pairs else self.run(original, *args, **kwargs)
         if self.gradients.frames or self.gradients.incomplete:
             self.refuse("optimizer.step()")
@@ -332,18 +332,18 @@ class OptimizerBinding:
         return not has_parameter(type(optimizer).step, "grad_scaler") and skips_by_itself(optimizer, before_backward)
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
-        """The step of an optimizer that skips by itself: gives it the flags, runs it, and records what it will have
-        decided. No host sync."""
+        """Gives the flags to an optimizer that skips by itself, runs it, and records the outcome, which the host may
+        not know yet. Host sync only with hooks."""
         optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
         own = vars(optimizer)
         had, former = "found_inf" in own, own.get("found_inf")
         try:
-            # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
+            # Before a closure, too: an optimizer that never evaluates it steps the gradients that are there.
             self.offer(former)
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, binding = self.given, self.gradients.checked, weakref.ref(self)
+            step, checked, reference = self.given, self.gradients.checked, weakref.ref(self)
             scales, flags.scales_used = flags.scales_used, {}
             outcome = self.steps.left_to_device(
                 flags.by_loss,
@@ -351,7 +351,7 @@ class OptimizerBinding:
                 self._grad_norm(step.pending),
                 step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
                 functools.partial(culprits.now, self),
-                functools.partial(culprits.later, binding, checked),
+                functools.partial(culprits.later, reference, checked),
                 external=former is not None,
                 counts=step.counts,
             )
@@ -369,14 +369,14 @@ class OptimizerBinding:
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
-        """Sets ``given``, or ``found_inf`` of the optimizer. Joins the flag with one that is there already."""
+        """Sets ``given``, or the attribute ``found_inf``, to the flags of all losses and the program's own."""
         optimizer, masters, by_loss, flag = self._optimizer(), self.masters, self.flags.by_loss, None
         for _, raised in by_loss.values():
             flag = raised if flag is None else torch.maximum(flag, move(raised, flag.device))
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
-            given = found_inf if isinstance(found_inf, Tensor) else torch.tensor(found_inf, device="cpu")
-            given = given.detach().reshape(()).ne(0).float()
-            flag = given if flag is None else torch.maximum(flag, move(given, flag.device))
+            own = found_inf if isinstance(found_inf, Tensor) else torch.tensor(found_inf, device="cpu")
+            own = own.detach().reshape(()).ne(0).float()
+            flag = own if flag is None else torch.maximum(flag, move(own, flag.device))
         if masters.takes_step:
             counts = self.steps.counts_for(flag, by_loss)
             found = None if flag is None else PerDevice(flag)

@@ -305,7 +305,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         step = given() if callable(given) else given
         if step is None or getattr(self, "grad_scale", None) is not None:
             step = _work.given_to(self, step)
-        # Every check first, so that an error leaves everything as it was.
+        # Options first, so that an error leaves everything as it was. A plan knows those that it has checked.
         if self._plan is None or not self._plan.knows(self):
             self._check_between_steps()
         if self._guard is not None:
@@ -375,8 +375,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         return works
 
     def layout_of(self, p: Tensor) -> str:
-        """The destination of the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
-        than its 16 bits."""
+        """The destination of the new value of a 16-bit parameter, see ``_work.Kind``: "copy", "split", "kahan" keep
+        more than its 16 bits."""
         if p.dtype not in LOW_PRECISION:
             return "nearest"
         if p.dtype in self._master_dtypes:

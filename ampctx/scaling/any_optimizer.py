@@ -15,6 +15,7 @@ from ampctx.weights.step import declares
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     """Whether the optimizer skips by ``found_inf``: its class says so, or it is torch's with ``fused=True`` everywhere.
+    Creates missing momentum buffers of torch's fused SGD.
 
     ``before_backward``: the step will evaluate the model first, so it is unknown which parameters have gradients.
     """

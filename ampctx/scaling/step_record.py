@@ -1,6 +1,6 @@
 """The record of an optimizer's steps, which decides about skips after an overflow, and the flags that it goes by.
 
-amp and ``GradScaler`` have one ``StepRecord`` for each optimizer, and call it in the order of a step:
+amp, ``GradScaler`` and guards have one ``StepRecord`` for each optimizer, and call it in the order of a step:
 
     overflowed(flags)                                 the host decides, and reads the flags. Or the device decides,
     record.overflowed_at_limit(flags)                     unless one more skip in a row would exceed the limit
