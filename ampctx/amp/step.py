@@ -1,8 +1,7 @@
 """One optimizer under amp: its replaced methods, and its step, told from top to bottom in ``OptimizerBinding._step``.
 
-``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict``, ``load_state_dict``, ``eval``,
-``train`` and ``__reduce_ex__`` (for copies and pickles) on the instance, so that the program's object stays the same.
-Closures, and the two steps of SAM, are in ``closures``.
+``initialize`` replaces methods on the instance (``OptimizerBinding.__init__`` names them), so that the program's object
+stays the same. Closures, and the two steps of SAM, are in ``closures``.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ class OptimizerBinding:
             names, self.masters.dropped_grads = self.masters.dropped_grads, []
             if names:
                 self.log.say(
-                    ("dropped", *names),
+                    ("dropped", id(self), *names),
                     f"{type(self.optimizer).__name__}.step(): {listed(names)} joined the optimizer with a gradient "
                     "from before, of an unknown loss scale. ampctx dropped it. Add parameters before their backward.",
                 )
@@ -336,10 +335,10 @@ class OptimizerBinding:
         not know yet. Host sync only with hooks."""
         optimizer, flags, takes = self._optimizer(), self.flags, self.masters.takes_step
         own = vars(optimizer)
-        had, former = "found_inf" in own, own.get("found_inf")
+        former = {"found_inf": own["found_inf"]} if "found_inf" in own else {}
         try:
             # Before a closure, too: an optimizer that never evaluates it steps the gradients that are there.
-            self.offer(former)
+            self.offer(former.get("found_inf"))
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
@@ -352,21 +351,27 @@ class OptimizerBinding:
                 step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
                 functools.partial(culprits.now, self),
                 functools.partial(culprits.later, reference, checked),
-                external=former is not None,
+                external=former.get("found_inf") is not None,
                 counts=step.counts,
             )
-            self.gradients.checked = None
+            self.gradients.checked, self.given = None, _NOTHING
             self.masters.drop_grads()
-            flags.clear()
-            self.gradients.stepped = True
-        finally:
-            # Also after an exception: a flag that stays would skip all steps.
-            self.given = _NOTHING
             if not takes:
-                own.pop("found_inf", None)
-                own.update({"found_inf": former} if had else {})
+                self._take_back(former)
+            self.gradients.stepped = True
+            flags.clear()
+        except BaseException:
+            self._take_back(former)  # again, after an interrupt: a flag that stays would skip all steps
+            raise
         self.steps.conclude(optimizer, outcome)
         return result
+
+    def _take_back(self, former: dict[str, Any]) -> None:
+        self.given, own = _NOTHING, vars(self._optimizer())
+        if former:
+            own.update(former)
+        elif "found_inf" in own:
+            del own["found_inf"]
 
     def offer(self, found_inf: Tensor | float | None) -> None:
         """Sets ``given``, or the attribute ``found_inf``, to the flags of all losses and the program's own."""
@@ -391,16 +396,11 @@ class OptimizerBinding:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
         norm = self._grad_norm(self.gradients.pending if losses else None)
-        self.drop_master_grads()
+        self.gradients.drop_master_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()
         self.steps.decided(self.optimizer, losses, scales, norm, found)
-
-    def drop_master_grads(self) -> None:
-        """Drops the gradients that the step has used or skipped."""
-        self.gradients.checked = None
-        self.masters.drop_grads()
 
     def _grad_norm(self, pending: Any) -> Tensor | None:
         """The norm of the step's gradients before clipping, if a clip or a check has computed it. No host sync."""

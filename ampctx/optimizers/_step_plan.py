@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -75,7 +76,7 @@ _FIXED = (float, int, bool, str, type(None), torch.dtype)
 
 def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
     """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
-    found: list[Any] = list(map(vars(optimizer).get, _ATTRIBUTES))
+    found: list[Any] = list(map(getattr, repeat(optimizer), _ATTRIBUTES, repeat(None)))
     for group in optimizer.param_groups:
         found += (type(group["lr"]), *map(group.get, names))
     return found

@@ -379,6 +379,11 @@ class Frames:
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
+    def drop_master_grads(self) -> None:
+        """Drops the gradients of the masters, which a step has used or skipped."""
+        self.checked = None
+        self._masters.drop_grads()
+
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()

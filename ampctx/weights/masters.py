@@ -488,8 +488,8 @@ class MasterParams:
     def drop_grads(self) -> None:
         """Sets ``grad`` of masters to None, pending gradients included."""
         if self.place.pending is not None:
-            self.place.pending.drop()  # then no master has one of its own
-        elif self.pairs and not self.have_no_grads():
+            self.place.pending.drop()
+        if self.pairs and self.place.has_grads and not self.have_no_grads():
             for master in self.masters:
                 if stored_grad(master) is not None:
                     master.grad = None

@@ -364,3 +364,52 @@ def test_grad_scaler_takes_the_same_gradients_again_and_tells_others_from_them(n
     run.step()
     reference.iterate(2 if written_over else 1)
     assert_same(run.values(), reference.values())
+
+
+# --- what an interrupt must not leave behind --------------------------------------------------------------------------
+
+
+def test_masters_whose_gradients_were_being_read_keep_none_for_later(make_training):
+    def trained(place=None):
+        training = make_training("O2", "ampctx")
+        training.block(1)
+        masters, places = list(training.session.master_params(training.optimizer)), []
+
+        def read():
+            return [p.grad for p in masters]
+
+        if place is None:
+            places = lines_of(read)
+        else:
+            with pytest.raises(Fault), fault_at_line(place):
+                read()
+        training.optimizer.step()
+        training.model.zero_grad()  # which does not reach masters
+        training.block(2)
+        training.optimizer.step()
+        return training.state()[0], places
+
+    expected, places = trained()
+    assert len(places) > 20
+    for place in places[::2]:
+        torch.testing.assert_close(trained(place)[0], expected, msg=str(place))
+
+
+def test_no_flag_stays_on_an_optimizer_whose_step_was_interrupted(make_training):
+    def overflowed():
+        training = make_training("O1", lambda params: torch.optim.AdamW(params, fused=True))
+        training.block(1)
+        with training.session.scale_loss(training.loss(2) * float("inf"), training.optimizer) as scaled:
+            scaled.backward()
+        return training
+
+    raised = 0
+    for place in [place for place in lines_of(overflowed().optimizer.step) if place[0].endswith("amp/step.py")]:
+        training = overflowed()
+        try:
+            with fault_at_line(place):
+                training.optimizer.step()
+        except Fault:
+            raised += 1
+        assert "found_inf" not in vars(training.optimizer), place
+    assert raised > 20
