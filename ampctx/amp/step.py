@@ -368,10 +368,8 @@ class OptimizerBinding:
 
     def _take_back(self, former: dict[str, Any]) -> None:
         self.given, own = _NOTHING, vars(self._optimizer())
-        if former:
-            own.update(former)
-        elif "found_inf" in own:
-            del own["found_inf"]
+        own.pop("found_inf", None)
+        own.update(former)
 
     def offer(self, found_inf: Tensor | float | None) -> None:
         """Sets ``given``, or the attribute ``found_inf``, to the flags of all losses and the program's own."""

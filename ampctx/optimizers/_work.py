@@ -273,10 +273,7 @@ def settings_of(optimizer: Any) -> list[Any]:
 
 def writes_all(works: Sequence[Work], scaling: Step) -> bool:
     """Whether the calls write every weight of ``models``."""
-    written = 0
-    for work in works:
-        written += len(work.members) if work.kind[0] == "model" else 0
-    return written == len(scaling.models)
+    return sum(len(work.members) for work in works if work.kind[0] == "model") == len(scaling.models)
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:

@@ -122,8 +122,7 @@ class Frames:
         window = self.frames[0] if self.frames and self.frames[0].is_window else None
         if window is None:
             # First, so that abandon() can put them back.
-            stash = {p: _own(g) for p, g in here.items()} if here else here
-            self.frames.append(Frame(scale, inv_scale, stash))
+            self.frames.append(Frame(scale, inv_scale, {p: _own(g) for p, g in here.items()} if here else here))
             if here:
                 tensor_loops.clear_grads(here)
             return

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import measuring
-import pytest
 import report
 import suite
 from measuring import ROOT
@@ -88,35 +86,3 @@ def test_pages_have_recorded_figures():
             assert numbers == [f"{v:.{n}f}" for v, n in zip(RECORDED[key], decimals, strict=True)], line
             compared.add(key)
     assert compared == set(RECORDED)
-
-
-@pytest.mark.parametrize(
-    ("page", "sentence", "group", "word"),
-    [
-        (
-            "README.md",
-            "Many small tensors step [faster than with torch's]",
-            "step after backward, small tensors",
-            "Faster",
-        ),
-        ("README.md", "On a CPU, fp16 [costs time]", "small GPT, fp16, against fp32", "Slower"),
-        ("docs/levels.md", "On a CPU, fp16\n[costs time]", "small GPT, fp16, against fp32", "Slower"),
-        (
-            "docs/guide/fsdp_zero.md",
-            "on a CPU [several times faster]",
-            "the same, DTensors of one of 8 ranks",
-            "Faster",
-        ),
-    ],
-)
-def test_a_page_says_what_the_figures_say(page, sentence, group, word):
-    assert sentence in (ROOT / page).read_text()
-    (line,) = (line for line in report.gains(FOUND) if f" {group} (" in line)
-    assert line.startswith(f"- **{word}:**")
-
-
-def test_a_page_says_how_many_tests_have_passed_on_a_gpu():
-    (report_of_gpu,) = report.FIGURES.parent.glob("gpu-check-*.json")
-    parts = json.loads(report_of_gpu.read_text())["parts"]
-    passed = sum(part["counts"]["passed"] for name, part in parts.items() if name.startswith("tests-"))
-    assert f"An H100: {passed:,} tests" in (report.ROOT / "docs" / "reliability.md").read_text()
