@@ -25,7 +25,7 @@ BUILD = "AMPCTX_CUDA=1 python setup.py build_ext --inplace"
 PLACES, PACKAGE = ("cuobjdump", "/usr/local/cuda/bin/cuobjdump"), "nvidia-cuda-cuobjdump"
 # The hot kernels that write elements, and those that only read them.
 WRITING = ("scale", "axpby", "step", "lamb", "rounded_step", "rounded_lamb")
-READING = ("l2norm", "layer_norms")
+READING = ("l2norm",)
 WIDE = 128  # bits of the widest access that all architectures have
 CODES = 64  # bits of a thread's codes of rounded states
 BYTES = 16  # of an instruction, from sm_70 on
