@@ -271,10 +271,12 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
 
 @every_level
 def test_a_session_does_not_keep_the_model_alive(session, level):
-    model, optimizer = start(session, level, "SGD-foreach")
-    backward(session, loss_of(model), optimizer)
+    model, optimizer = start(session, level, "SGD-foreach", verbosity=1)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
     optimizer.step()
-    kept = weakref.ref(model)
-    del model, optimizer
+    master = next(session.master_params(optimizer))
+    kept = [weakref.ref(t) for t in (model, *([] if master is next(model.parameters()) else [master]))]
+    del model, optimizer, master
     gc.collect()
-    assert kept() is None
+    assert [ref() for ref in kept if ref() is not None] == [], scaled  # a graph keeps its leaves

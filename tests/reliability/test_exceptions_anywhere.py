@@ -370,35 +370,31 @@ def test_grad_scaler_takes_the_same_gradients_again_and_tells_others_from_them(n
 
 
 def test_masters_whose_gradients_were_being_read_keep_none_for_later(make_training):
-    def trained(place=None):
+    def trained(read):
         training = make_training("O2", "ampctx")
         training.block(1)
-        masters, places = list(training.session.master_params(training.optimizer)), []
-
-        def read():
-            return [p.grad for p in masters]
-
-        if place is None:
-            places = lines_of(read)
-        else:
-            with pytest.raises(Fault), fault_at_line(place):
-                read()
+        masters = list(training.session.master_params(training.optimizer))
+        result = read(lambda: [p.grad for p in masters])
         training.optimizer.step()
         training.model.zero_grad()  # which does not reach masters
         training.block(2)
         training.optimizer.step()
-        return training.state()[0], places
+        return training.state()[0], result
 
-    expected, places = trained()
+    expected, places = trained(lines_of)
     assert len(places) > 20
     for place in places[::2]:
-        torch.testing.assert_close(trained(place)[0], expected, msg=str(place))
+
+        def interrupted(read, place=place):
+            with pytest.raises(Fault), fault_at_line(place):
+                read()
+
+        torch.testing.assert_close(trained(interrupted)[0], expected, msg=str(place))
 
 
 def test_no_flag_stays_on_an_optimizer_whose_step_was_interrupted(make_training):
     def overflowed():
         training = make_training("O1", lambda params: torch.optim.AdamW(params, fused=True))
-        training.block(1)
         with training.session.scale_loss(training.loss(2) * float("inf"), training.optimizer) as scaled:
             scaled.backward()
         return training
