@@ -80,7 +80,7 @@ def make_plan(
     # C knows a column by its owners, so that the lists of a call which are one list are read once.
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
-    made = extension.library.make_plan(*kept, [tuple(call) for call in calls])
+    made = extension.compiled.make_plan(*kept, [tuple(call) for call in calls])
     return None if made is None else Plan(made, (*kept, owners))
 
 
@@ -90,7 +90,7 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
     if not _are_served([column for call in calls for column in call.columns]):
         return False
     try:
-        return bool(extension.library.run_once([tuple(call) for call in calls], arguments))
+        return bool(extension.compiled.run_once([tuple(call) for call in calls], arguments))
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -99,24 +99,24 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
 def _are_served(columns: list[Column]) -> bool:
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
     is_read = isinstance(first, Tensor) and extension.serves(first.device.type)
-    return PLANS and is_read and extension.library is not None and not is_watched()
+    return PLANS and is_read and extension.compiled is not None and not is_watched()
 
 
 # --- questions about many tensors: in C, and in a loop of Python's for what is no plain tensor -----------------------
 
 
-def _without_c(name: str) -> Callable[..., Any]:
-    return getattr(extension.library, name) if extension.library is not None else lambda *given: None
+def _in_c(name: str, otherwise: Callable[..., Any] = lambda *given: None) -> Callable[..., Any]:
+    return getattr(extension.compiled, name, otherwise)
 
 
-_have_no_grads, _marks, _run = map(_without_c, ("have_no_grads", "marks", "run"))
+_have_no_grads, _marks, _run = map(_in_c, ("have_no_grads", "marks", "run"))
 
 
 def _use_dtensor() -> None:
     if kind := dtensor():
         # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
         # guards them.
-        extension.library.use_dtensor(kind, kind._local_tensor, kind._spec)
+        extension.compiled.use_dtensor(kind, kind._local_tensor, kind._spec)
 
 
 class SpreadGrads(NamedTuple):
@@ -129,10 +129,10 @@ class SpreadGrads(NamedTuple):
 
 def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
     """None where C cannot read a tensor, or a gradient is laid out otherwise than its parameter. No host sync."""
-    if extension.library is None or is_watched():
+    if extension.compiled is None or is_watched():
         return None
     _use_dtensor()
-    found = extension.library.spread_grads(params)
+    found = extension.compiled.spread_grads(params)
     return None if found is None else SpreadGrads(*found)
 
 
@@ -153,7 +153,7 @@ def marks(tensors: list[Tensor]) -> bytes:
 
 def _as_before(groups: Any, members: list[list[Tensor]], params: list[Tensor], former: bytes | None) -> bool | None:
     """Whether each param group holds these parameters, in order, and ``params`` have no gradient and, if given, these
-    marks. None where C cannot tell. No host sync."""
+    marks. None where C does not know one of ``params``. No host sync."""
     is_same = len(groups) == len(members) and all(map(same_items, (group["params"] for group in groups), members))
     return is_same and have_no_grads(params) and (former is None or marks(params) == former)
 
@@ -165,10 +165,8 @@ def _advanced(former: bytes) -> bytes:
     return numbers.tobytes()
 
 
-as_before: Callable[..., bool | None] = _as_before
-advanced: Callable[[bytes], bytes] = _advanced
-if extension.library is not None:
-    as_before, advanced = extension.library.as_before, extension.library.advanced
+as_before: Callable[..., bool | None] = _in_c("as_before", _as_before)
+advanced: Callable[[bytes], bytes] = _in_c("advanced", _advanced)
 
 
 def changed(tensors: list[Tensor], former: bytes, now: bytes) -> set[int]:

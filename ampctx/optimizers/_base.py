@@ -120,7 +120,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _op: str
     # That op, and others that some groups step by.
     _ops: ClassVar[tuple[str, ...]]
-    # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
+    # The step by norms or matrices of which ranks hold parts: (optimizer, calls, step).
     _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
     _has_repeats = False
@@ -213,7 +213,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """The dtypes of parameters with masters."""
         return LOW_PRECISION if self.master_weights else ()
 
-    def _global_norm(self, works: list[Work], scaling: Step) -> PerDevice | None:
+    def _global_norm(self, works: list[Work], step: Step) -> PerDevice | None:
         """The norm of all gradients for an op that needs it, else None."""
         return None
 
@@ -332,41 +332,41 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self._plan is not None:
             self._plan.renew(self)
 
-    def _apply(self, scaling: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
+    def _apply(self, step: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
         """Steps all parameters that have a gradient, by op calls made anew, and makes the plan of the next step.
         ``after`` gets the parameters of each op call after it; then there is no plan."""
         if self._plan is not None:
             self._seen.update(self._plan.seen())
             self._plan = None
         plan = None
-        works = [work.drawing(self._numbers) for work in self._new_works(scaling)]
-        calls = _work.each_gradient_once(works) if scaling.unscales else works
+        works = [work.drawing(self._numbers) for work in self._new_works(step)]
+        calls = _work.each_gradient_once(works) if step.unscales else works
         if self._split_step is not None and layerwise.any_split(self.param_groups):
-            self._split_step(calls, scaling)
+            self._split_step(calls, step)
         else:
-            norm = self._global_norm(works, scaling)
+            norm = self._global_norm(works, step)
             with noted() as made:
                 for work in calls:
-                    self._launch(work, scaling, norm)
+                    self._launch(work, step, norm)
                     if after is not None:
                         after(work.members)
             if made and after is None and type(self)._launch is FusedOptimizer._launch:
-                plan = step_plan(self, calls, made, scaling)
-        if scaling.unscales:
+                plan = step_plan(self, calls, made, step)
+        if step.unscales:
             _work.finish_unscaling(calls)
         for work in works:
             if work.kind[0] in EXTRAS:
                 self._seen.update((p, marks([p])) for p in work.members)
         self._plan = plan
-        if scaling.wrote is not None and _work.writes_all(works, scaling):
-            scaling.wrote()
+        if step.wrote is not None and _work.writes_all(works, step):
+            step.wrote()
 
-    def _new_works(self, scaling: Step) -> list[Work]:
-        members = [_work.members_of(self, g, scaling) for g in range(len(self.param_groups))]
+    def _new_works(self, step: Step) -> list[Work]:
+        members = [_work.members_of(self, g, step) for g in range(len(self.param_groups))]
         works: list[Work] = []
         for group, kinds in zip(self.param_groups, members, strict=True):
             for kind, found in kinds.items():
-                works += _work.works_of(self, group, kind, found, scaling)
+                works += _work.works_of(self, group, kind, found, step)
         if self._call_elements is not None:
             most = self._call_elements
             works = [part for work in works for part in work.parts([None] * len(work.members), most)]
@@ -407,8 +407,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
             follow(p, self.state.get(p, {}), self._seen)
 
-    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
-        _work.call(self._op_of(work.group), work, self._arguments(work, scaling, norm))
+    def _launch(self, work: Work, step: Step, norm: PerDevice | None) -> None:
+        _work.call(self._op_of(work.group), work, self._arguments(work, step, norm))
         if work.sharded:
             wrote(work.members)
 
@@ -416,18 +416,18 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         """The numbers of an op call that the options of a group give."""
         return {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
 
-    def _arguments(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
+    def _arguments(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments of a call's op besides lists. Takes the skip counts for the first call."""
-        return {**self._numbers_of(work.group), **self._numbers_now(work, scaling, norm)}
+        return {**self._numbers_of(work.group), **self._numbers_now(work, step, norm)}
 
-    def _numbers_now(self, work: Work, scaling: Step, norm: PerDevice | None = None) -> dict[str, Any]:
+    def _numbers_now(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments that each step brings."""
         group, device = work.group, work.device
-        inv_scale: Any = scaling.inv_scale
-        if work.kind[1] and scaling.pending is not None:
-            of_pending = scaling.pending.inv_scale
+        inv_scale: Any = step.inv_scale
+        if work.kind[1] and step.pending is not None:
+            of_pending = step.pending.inv_scale
             inv_scale = of_pending if inv_scale == 1.0 else product(of_pending, inv_scale)
-        found_inf, lr = scaling.found_inf, group["lr"]
+        found_inf, lr = step.found_inf, group["lr"]
         clip: dict[str, Any] = {}
         if isinstance(inv_scale, Clipped):
             clip = {"grad_norm": inv_scale.norm.on(device), "max_norm": inv_scale.max_norm}
@@ -436,13 +436,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else float(lr),
-            "unscale_grads": scaling.unscales and not work.kind[1],
+            "unscale_grads": step.unscales and not work.kind[1],
             **clip,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        if scaling.counts is not None:
-            arguments["skips"] = taken(scaling.counts, device)
+        if step.counts is not None:
+            arguments["skips"] = taken(step.counts, device)
         return arguments
 
     def _zero_flag(self, device: torch.device) -> Tensor:

@@ -156,7 +156,7 @@ class Offload:
 
     @outside_of_graphs
     @torch.no_grad()
-    def step(self, optimizer: Any, scaling: Step) -> None:
+    def step(self, optimizer: Any, step: Step) -> None:
         """The step of ``optimizer``, after its checks of options."""
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         self._drop(self._twins.keys() - set(members))
@@ -166,15 +166,15 @@ class Offload:
         self._fit(members)
         for p in grads:
             optimizer.state[p]  # a dict for the host to fill
-        numbers = [each.value for each in (scaling.found_inf, scaling.inv_scale) if isinstance(each, PerDevice)]
+        numbers = [each.value for each in (step.found_inf, step.inv_scale) if isinstance(each, PerDevice)]
         host, lanes = self._host_of(optimizer), self._lanes_of([*grads, *numbers])
-        arrived = self._down(grads, lanes, scaling)
+        arrived = self._down(grads, lanes, step)
         for lane in lanes.values():
             lane.be_followed()  # before the device changes a gradient, or frees it
-        if scaling.unscales:
+        if step.unscales:
             # Unless it is skipped: as the step of an optimizer without offload does.
             unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads.values()}
-            unscale(list(unique.values()), scaling.found_inf, scaling.inv_scale)
+            unscale(list(unique.values()), step.found_inf, step.inv_scale)
         to_send = {self._twins[p].weight: p for p in grads}
 
         def send(weights: Iterable[Tensor]) -> None:
@@ -199,7 +199,7 @@ class Offload:
             tensor_loops.bump_versions(stepped)
             self._seen.update({p: marks([p]) for p in stepped})
 
-    def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Step) -> Step:
+    def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], step: Step) -> Step:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
         for p, twin in self._twins.items():
             twin.weight.grad = None
@@ -216,7 +216,7 @@ class Offload:
             lanes[value.device].copy(here, value)
             return PerDevice(here)
 
-        return Step(down(scaling.found_inf), inv_scale=down(scaling.inv_scale))
+        return Step(down(step.found_inf), inv_scale=down(step.inv_scale))
 
 
 def _grad_dtype(p: Tensor) -> torch.dtype:

@@ -144,10 +144,10 @@ class Work(NamedTuple):
         return self._replace(random={**self.random, "numbers": found})
 
 
-def members_of(optimizer: Any, g: int, scaling: Step) -> dict[Kind, Members]:
+def members_of(optimizer: Any, g: int, step: Step) -> dict[Kind, Members]:
     """The parameters of a group with gradients, by kind, after all checks."""
     group = optimizer.param_groups[g]
-    pending_grads = {} if scaling.pending is None else scaling.pending.grads
+    pending_grads = {} if step.pending is None else step.pending.grads
     place_grads(group["params"])
     first = sum(map(len, map(itemgetter("params"), optimizer.param_groups[:g])))
     coded_from = smallest_coded(group)
@@ -163,7 +163,7 @@ def members_of(optimizer: Any, g: int, scaling: Step) -> dict[Kind, Members]:
         if grad.layout is not torch.strided:
             refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
         optimizer._check_param(g, i, p)
-        destination = "model" if p in scaling.models else optimizer.layout_of(p)
+        destination = "model" if p in step.models else optimizer.layout_of(p)
         kind = (destination, is_pending, p.numel() >= coded_from)
         if kind not in found:
             found[kind] = Members([], [], [])
@@ -191,7 +191,7 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
-def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling: Step) -> Iterator[Work]:
+def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, step: Step) -> Iterator[Work]:
     """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
     Makes their state."""
     destination, is_pending, in_codes = kind
@@ -199,7 +199,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
     states = states_of(optimizer, forms, destination, members.params)
     targets, extra = members.params, []
     if destination == "model":
-        extra = [scaling.models[p] for p in targets]
+        extra = [step.models[p] for p in targets]
     elif destination in EXTRAS:
         extra = [state[EXTRAS[destination]] for state in states]
         if destination == "copy":
@@ -212,7 +212,7 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, scaling
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
-    if scaling.unscales and not is_pending:
+    if step.unscales and not is_pending:
         changed = ((grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad)
         # torch refuses to write a ZeroTensor
         relaid = [(grad, copy) for grad, copy in changed if resolved or not grad._is_zerotensor()]
@@ -271,9 +271,9 @@ def settings_of(optimizer: Any) -> list[Any]:
     return found
 
 
-def writes_all(works: Sequence[Work], scaling: Step) -> bool:
+def writes_all(works: Sequence[Work], step: Step) -> bool:
     """Whether the calls write every weight of ``models``."""
-    return sum(len(work.members) for work in works if work.kind[0] == "model") == len(scaling.models)
+    return sum(len(work.members) for work in works if work.kind[0] == "model") == len(step.models)
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:

@@ -63,20 +63,20 @@ class FusedLAMB(FusedOptimizer):
         if group["max_grad_norm"] is not None:
             group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"], finite=False)
 
-    def _global_norm(self, works: list[Work], scaling: Step) -> PerDevice | None:
+    def _global_norm(self, works: list[Work], step: Step) -> PerDevice | None:
         if not any(work.group["max_grad_norm"] for work in works):
             return None
         norms = []
         grads = [grad for work in works if not work.is_pending for grad in work.lists["grads"]]
         if grads:
-            norms.append(foreach.unscale_l2norm(grads, Unread(), scaling.inv_scale))
+            norms.append(foreach.unscale_l2norm(grads, Unread(), step.inv_scale))
         pending_grads = [grad for work in works if work.is_pending for grad in work.lists["grads"]]
-        if pending_grads and scaling.pending is not None:
+        if pending_grads and step.pending is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
-            if len(pending_grads) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
-                norms.append(scaling.pending.norm())
+            if len(pending_grads) == len(step.pending.masters) and step.inv_scale == 1.0:
+                norms.append(step.pending.norm())
             else:
-                inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
+                inv_scale = foreach.product(step.pending.inv_scale, step.inv_scale)
                 norms.append(foreach.unscale_l2norm(pending_grads, Unread(), inv_scale))
         total = foreach.joined_norm(norms)
         # The ops accept an fp64 norm only on the CPU.

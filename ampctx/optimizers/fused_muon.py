@@ -128,10 +128,10 @@ class FusedMuon(FusedOptimizer):
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def _new_works(self, scaling: Step) -> list[Work]:
+    def _new_works(self, step: Step) -> list[Work]:
         """The calls, with those of Muon cut into one for each stack."""
         works: list[Work] = []
-        for work in super()._new_works(scaling):
+        for work in super()._new_works(step):
             if not work.group["use_muon"]:
                 works.append(work)
                 continue
@@ -139,11 +139,11 @@ class FusedMuon(FusedOptimizer):
             works += work.parts(kinds, MOST_ELEMENTS)
         return works
 
-    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, step: Step, norm: PerDevice | None) -> None:
         if not work.group["use_muon"]:
-            super()._launch(work, scaling, norm)
+            super()._launch(work, step, norm)
             return
-        arguments = self._arguments(work, scaling)
+        arguments = self._arguments(work, step)
         self._descend(work, arguments, self._orthogonalized(work.group, self._directions(work, arguments)))
 
     def _directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
@@ -181,18 +181,18 @@ class FusedMuon(FusedOptimizer):
             factor = 0.2 * math.sqrt(max(rows, columns))
         layerwise.take_step(work, moves, arguments, inv_scale=factor, weight_decay=work.group["weight_decay"])
 
-    def _split_step(self, works: Sequence[Work], scaling: Step) -> None:
+    def _split_step(self, works: Sequence[Work], step: Step) -> None:
         """A step where ranks hold parts of matrices. One all_gather for each stack of these, in bf16: each rank
         orthogonalises all of them, and takes its rows."""
         directions: dict[Tensor, Tensor] = {}
         calls = []
         for work in works:
             if work.group["use_muon"] and has_split_matrices(work.members[0]):
-                arguments = self._arguments(work, scaling)
+                arguments = self._arguments(work, step)
                 directions.update(zip(work.members, self._directions(work, arguments), strict=True))
                 calls.append((work, arguments))
             else:
-                self._launch(work, scaling, None)
+                self._launch(work, step, None)
         for group in self.param_groups:
             if group["use_muon"]:
                 # A parameter without gradient on this rank takes part: another rank may have one.

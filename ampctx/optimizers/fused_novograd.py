@@ -73,8 +73,8 @@ class FusedNovoGrad(FusedOptimizer):
             raise AmpValueError(f"norm_type is {norm_type!r}, expected 2 (L2) or 0 (largest magnitude)")
         group["norm_type"] = int(norm_type)
 
-    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
-        call = layerwise.StepLayers(self, work, scaling)
+    def _launch(self, work: Work, step: Step, norm: PerDevice | None) -> None:
+        call = layerwise.StepLayers(self, work, step)
         layerwise.novograd_step(call, call.norms(call.inv_scale, layerwise.norm_order(work.group)))
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:

@@ -290,16 +290,16 @@ def _largest(t: Tensor) -> Tensor:
 class StepLayers(Layers):
     """The tensors of one op call of an optimizer's step."""
 
-    def __init__(self, optimizer: Any, work: Work, scaling: Step) -> None:
+    def __init__(self, optimizer: Any, work: Work, step: Step) -> None:
         # The skip counts are for the op that takes the step.
-        self.arguments, self.skips = optimizer._arguments(work, scaling._replace(counts=None)), scaling.counts
+        self.arguments, self.skips = optimizer._arguments(work, step._replace(counts=None)), step.counts
         super().__init__(work.lists, self.arguments["found_inf"])
         self.optimizer, self.work, self.group = optimizer, work, work.group
-        self.inv_scale = scaling.inv_scale
-        if work.is_pending and scaling.pending is not None:
-            self.inv_scale = product(scaling.pending.inv_scale, self.inv_scale)
-        if scaling.unscales and not work.is_pending:
-            _work.unscale(self.lists["grads"], scaling.found_inf, self.inv_scale)
+        self.inv_scale = step.inv_scale
+        if work.is_pending and step.pending is not None:
+            self.inv_scale = product(step.pending.inv_scale, self.inv_scale)
+        if step.unscales and not work.is_pending:
+            _work.unscale(self.lists["grads"], step.found_inf, self.inv_scale)
             self.inv_scale = 1.0
 
     def weights(self) -> Sequence[Tensor]:
@@ -327,10 +327,10 @@ class StepLayers(Layers):
         take_step(self.work, moves, self.arguments, skips=skips, **options)
 
 
-def lamb(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
+def lamb(optimizer: Any, works: Sequence[Work], step: Step) -> None:
     """A step of LAMB. Two all_reduces; one where no group needs a ratio of norms."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [StepLayers(optimizer, work, scaling) for work in works]
+    calls = [StepLayers(optimizer, work, step) for work in works]
     of_w, of_g, of_u = norms.empty(), norms.empty(), norms.empty()
     weights = [call.weights() for call in calls]
     for call, w in zip(calls, weights, strict=True):
@@ -359,10 +359,10 @@ def lamb(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
         call.finish(moves)
 
 
-def novograd(optimizer: Any, works: Sequence[Work], scaling: Step) -> None:
+def novograd(optimizer: Any, works: Sequence[Work], step: Step) -> None:
     """A step of NovoGrad over ranks. One all_reduce, and another one if groups differ in their ``norm_type``."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [StepLayers(optimizer, work, scaling) for work in works]
+    calls = [StepLayers(optimizer, work, step) for work in works]
     by_order: dict[float, Tensor] = {}
     for order in dict.fromkeys(map(norm_order, optimizer.param_groups)):
         values = norms.empty()

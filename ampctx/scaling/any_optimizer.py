@@ -24,8 +24,10 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     of_class = hasattr(type(inner), flag)
     if of_class and inner is optimizer:
         return bool(getattr(optimizer, flag))
-    if of_class or not declares(optimizer, flag):
-        return of_class and declares(optimizer, flag)
+    if not declares(optimizer, flag):
+        return False
+    if of_class:
+        return True
     is_fused = all(group.get("fused", True) for group in optimizer.param_groups)
     return is_fused and (not isinstance(inner, torch.optim.SGD) or set_up_momentum(inner, before_backward))
 

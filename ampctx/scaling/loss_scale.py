@@ -3,7 +3,8 @@
     found_inf:  scale = max(scale * backoff_factor, min_scale)                         the clean updates count from 0
     otherwise:  scale = min(scale * growth_factor, max_scale)  after growth_interval clean updates in a row
 
-``ops.update_scale`` computes this on the device. This module owns the tensors, and checks their states in checkpoints:
+An op computes this on the device: the one that checks the gradients, or ``ops.update_scale``. This module owns the
+tensors, and checks their states in checkpoints:
 
     amp.state_dict()           {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
     GradScaler.state_dict()    {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,

@@ -1,7 +1,7 @@
 """The value that amp gives one step of an optimizer of ampctx: ``optimizer.step(given=Step(...))``.
 
-Other optimizers get torch's protocol: the attributes ``found_inf`` and ``grad_scale`` around a step, if they declare
-``_step_supports_amp_scaling``. GradScalers step every optimizer so.
+For others that declare ``_step_supports_amp_scaling``, amp sets torch's attribute ``found_inf`` around a step. A
+GradScaler sets ``found_inf`` and ``grad_scale``, also of the optimizers of ampctx.
 """
 
 from __future__ import annotations

@@ -170,14 +170,14 @@ class FusedAdam(_OldStep, optimizers.FusedAdam):
         # Uncorrected, the op has the old formula, with an lr that holds both corrections.
         return {**super()._op_options(group), "bias_correction": False}
 
-    def _launch(self, work: Work, scaling: Step, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, step: Step, norm: PerDevice | None) -> None:
         group = work.group
         if group["bias_correction"]:
             beta1, beta2 = group["betas"]
             step = self.state[work.members[0]]["step"].double() + 1
             rate = group["lr"] * (1 - beta2**step).sqrt() / (1 - beta1**step)
             work = work._replace(group={**group, "lr": rate})
-        super()._launch(work, scaling, norm)
+        super()._launch(work, step, norm)
 
 
 class FusedSGD(_OldStep, optimizers.FusedSGD):
