@@ -67,7 +67,7 @@ class Extension:
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     # The library where it reads tensors as Python objects, for plans and questions about many tensors; else None.
-    compiled: Any = None
+    reader: Any = None
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)

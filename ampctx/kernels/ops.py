@@ -73,7 +73,7 @@ _calls = _Calls()
 @contextmanager
 def noted() -> Iterator[list[OpCall]]:
     """Notes the calls of ops in this thread, for plans."""
-    if not PLANS or extension.compiled is None or torch.compiler.is_compiling():  # no plan is made there
+    if not PLANS or extension.reader is None or torch.compiler.is_compiling():  # no plan is made there
         yield []
         return
     former, _calls.noted = _calls.noted, []
@@ -86,11 +86,11 @@ def noted() -> Iterator[list[OpCall]]:
 def are_uniform(lists: tuple[Sequence[Tensor], ...]) -> bool:
     """Whether they are plain contiguous tensors, of one device and for each list of one dtype, and agree in size. False
     where that is not known."""
-    if extension.compiled is None or is_watched() or not lists[0]:
+    if extension.reader is None or is_watched() or not lists[0]:
         return False
     kind = lists[0][0].device.type
     is_served = kind in extension.backends and (extension.late is None or extension.serves(kind))
-    return is_served and bool(extension.compiled.are_uniform(lists))
+    return is_served and bool(extension.reader.are_uniform(lists))
 
 
 def call(name: str, lists: tuple[Sequence[Tensor], ...], *others: Any) -> Any:

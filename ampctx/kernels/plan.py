@@ -80,7 +80,7 @@ def make_plan(
     # C knows a column by its owners, so that the lists of a call which are one list are read once.
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
-    made = extension.compiled.make_plan(*kept, [tuple(call) for call in calls])
+    made = extension.reader.make_plan(*kept, [tuple(call) for call in calls])
     return None if made is None else Plan(made, (*kept, owners))
 
 
@@ -90,7 +90,7 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
     if not _are_served([column for call in calls for column in call.columns]):
         return False
     try:
-        return bool(extension.compiled.run_once([tuple(call) for call in calls], arguments))
+        return bool(extension.reader.run_once([tuple(call) for call in calls], arguments))
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -99,14 +99,14 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
 def _are_served(columns: list[Column]) -> bool:
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
     is_read = isinstance(first, Tensor) and extension.serves(first.device.type)
-    return PLANS and is_read and extension.compiled is not None and not is_watched()
+    return PLANS and is_read and extension.reader is not None and not is_watched()
 
 
 # --- questions about many tensors: in C, and in a loop of Python's for what is no plain tensor -----------------------
 
 
 def _in_c(name: str, otherwise: Callable[..., Any] = lambda *given: None) -> Callable[..., Any]:
-    return getattr(extension.compiled, name, otherwise)
+    return getattr(extension.reader, name, otherwise)
 
 
 _have_no_grads, _marks, _run = map(_in_c, ("have_no_grads", "marks", "run"))
@@ -116,7 +116,7 @@ def _use_dtensor() -> None:
     if kind := dtensor():
         # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
         # guards them.
-        extension.compiled.use_dtensor(kind, kind._local_tensor, kind._spec)
+        extension.reader.use_dtensor(kind, kind._local_tensor, kind._spec)
 
 
 class SpreadGrads(NamedTuple):
@@ -129,10 +129,10 @@ class SpreadGrads(NamedTuple):
 
 def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
     """None where C cannot read a tensor, or a gradient is laid out otherwise than its parameter. No host sync."""
-    if extension.compiled is None or is_watched():
+    if extension.reader is None or is_watched():
         return None
     _use_dtensor()
-    found = extension.compiled.spread_grads(params)
+    found = extension.reader.spread_grads(params)
     return None if found is None else SpreadGrads(*found)
 
 

@@ -35,7 +35,7 @@ def plain_torch():
 def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(ops, "_ops", request.getfixturevalue("plain_torch"))
-        monkeypatch.setattr(ops.extension, "compiled", None)
+        monkeypatch.setattr(ops.extension, "reader", None)
 
 
 def scaled(scaler_type=ampctx.GradScaler, scale=64.0):

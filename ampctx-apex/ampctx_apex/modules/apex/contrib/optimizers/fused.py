@@ -174,8 +174,8 @@ class FusedAdam(_OldStep, optimizers.FusedAdam):
         group = work.group
         if group["bias_correction"]:
             beta1, beta2 = group["betas"]
-            step = self.state[work.members[0]]["step"].double() + 1
-            rate = group["lr"] * (1 - beta2**step).sqrt() / (1 - beta1**step)
+            count = self.state[work.members[0]]["step"].double() + 1
+            rate = group["lr"] * (1 - beta2**count).sqrt() / (1 - beta1**count)
             work = work._replace(group={**group, "lr": rate})
         super()._launch(work, step, norm)
 
