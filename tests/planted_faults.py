@@ -180,7 +180,7 @@ FAULTS = [
     # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
     Fault(
         "scale does not report inf", "csrc/cpu/elementwise.cpp",
-        "1 : kAtOnce);\n  nonfinite.report(found_inf);", "1 : kAtOnce);", f"{OPS}scale.py {CPU}",
+        "return note(found_inf, direct(", "return void(direct(", f"{OPS}scale.py {CPU}",
     ),
     Fault(
         "axpby looks at x alone", "csrc/functors/elementwise.h",

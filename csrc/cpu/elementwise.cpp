@@ -12,42 +12,37 @@ constexpr int64_t kStreamed = 32 << 20;  // bytes of outputs that no cache holds
 template <class T>
 void scale_as(const Context& context, const TensorLists& lists, FoundInf found_inf, const Factor& scale) {
   const T factor = static_cast<T>(scale.value);
-  const Simd& simd = cpu::simd();
-  const BlockAccess<T> access(lists, simd);
-  NonfiniteSeen nonfinite;
-  const auto mixed = simd.scale_mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(lists.dtype[1])];
+  const auto& loops = arithmetic<T>().scale_from;
+  const auto direct = loops[static_cast<int>(lists.dtype[0])].to[static_cast<int>(lists.dtype[1])];
+  const BlockAccess<T> access(lists);
   const int64_t elements = std::accumulate(lists.numel.begin(), lists.numel.end(), int64_t{0});
-  const bool streams = elements * element_size(lists.dtype[1]) >= kStreamed;
+  const bool streams = lists.dtype[0] != lists.dtype[1] && elements * element_size(lists.dtype[1]) >= kStreamed;
   const auto scale_block = [&](const Block& block) {
-    if (mixed) {
-      return nonfinite.note(mixed(access.memory(0, block), access.memory(1, block), block.size, factor, streams));
+    if (direct) {
+      return note(found_inf, direct(memory(lists, 0, block), memory(lists, 1, block), block.size, factor, streams));
     }
-    typename BlockAccess<T>::Buffer in, out;
-    const T* x = access.read(0, block, in);
-    nonfinite.note(arithmetic<T>(simd).scale(x, access.target(1, block, out), block.size, factor));
-    access.write(1, block, out);
+    typename BlockAccess<T>::Buffer buffer;
+    T* const out = access.target(1, block, buffer);
+    const auto loop = loops[kOwnType<T>].to[kOwnType<T>];
+    note(found_inf, loop(access.read(0, block, buffer), out, block.size, factor, false));
+    access.write(1, block, buffer);
   };
-  const bool has_buffers = !mixed && !(access.is_in_place(0) && access.is_in_place(1));
-  for_each_block(context, lists, scale_block, has_buffers ? 1 : kAtOnce);
-  nonfinite.report(found_inf);
+  for_each_block(context, lists, scale_block, direct ? kAtOnce : 1);
 }
 
 template <class T>
 void axpby_as(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor by_x, Factor by_y,
               int arg_to_check) {
   const T a = static_cast<T>(by_x.value), b = static_cast<T>(by_y.value);
-  const Simd& simd = cpu::simd();
-  const BlockAccess<T> access(lists, simd);
-  NonfiniteSeen nonfinite;
+  const BlockAccess<T> access(lists);
   for_each_block(context, lists, [&](const Block& block) {
     typename BlockAccess<T>::Buffer buffer_x, buffer_y, out;
     const T* x = access.read(0, block, buffer_x);
     const T* y = access.read(1, block, buffer_y);
     T* target = access.target(2, block, out);
-    nonfinite.note(arithmetic<T>(simd).axpby(x, y, target, block.size, a, b, arg_to_check));
+    note(found_inf, arithmetic<T>().axpby(x, y, target, block.size, a, b, arg_to_check));
     access.write(2, block, out);
   });
-  nonfinite.report(found_inf);
 }
 
 // Each block gives one partial sum. The sums of a tensor's blocks, then those of the tensors, are added in order, in
@@ -56,21 +51,16 @@ template <class T>
 void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_inf, const Factor& factor,
                const NormOutputs& outputs) {
   const T inv_scale = static_cast<T>(factor.value);
-  const Simd& simd = cpu::simd();
-  const BlockAccess<T> access(lists, simd);
   double* partial = static_cast<double*>(outputs.workspace);
-  NonfiniteSeen nonfinite;
-  const auto mixed = simd.l2norm_mixed[static_cast<int>(lists.dtype[0])];
+  const auto direct = arithmetic<T>().l2norm[static_cast<int>(lists.dtype[0])];
+  const auto loop = direct ? direct : arithmetic<T>().l2norm[kOwnType<T>];
+  const BlockAccess<T> access(lists);
   const auto sum_block = [&](const Block& block) {
-    if (mixed) {
-      return nonfinite.note(mixed(access.memory(0, block), block.size, inv_scale, &partial[block.number]));
-    }
     typename BlockAccess<T>::Buffer buffer;
-    const T* x = access.read(0, block, buffer);
-    nonfinite.note(arithmetic<T>(simd).l2norm(x, block.size, inv_scale, &partial[block.number]));
+    const void* const x = direct ? memory(lists, 0, block) : access.read(0, block, buffer);
+    note(found_inf, loop(x, block.size, inv_scale, &partial[block.number]));
   };
-  for_each_block(context, lists, sum_block, mixed || access.is_in_place(0) ? kAtOnce : 1);
-  nonfinite.report(found_inf);
+  for_each_block(context, lists, sum_block, direct ? kAtOnce : 1);
 
   T* per_tensor = static_cast<T*>(outputs.per_tensor);
   if (per_tensor) std::fill_n(per_tensor, lists.total_tensors, T{0});

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <tuple>
 #include <vector>
 
@@ -60,10 +59,16 @@ void for_each_block(const Context& context, const TensorLists& lists, const Func
   context.parallel_for(0, elements, kGrain, body, const_cast<void*>(static_cast<const void*>(&walk)));
 }
 
-template <class T>
-const Arithmetic<T>& arithmetic(const Simd& simd) {
-  return std::get<const Arithmetic<T>&>(std::tie(simd.f32, simd.f64));
+inline void* memory(const TensorLists& lists, int list, const Block& block) {
+  return static_cast<char*>(lists.pointer[list][block.tensor]) + block.begin * element_size(lists.dtype[list]);
 }
+
+template <class T>
+const Arithmetic<T>& arithmetic() {
+  return std::get<const Arithmetic<T>&>(std::tie(simd().f32, simd().f64));
+}
+template <class T>
+constexpr int kOwnType = static_cast<int>(sizeof(T) == sizeof(double) ? DType::f64 : DType::f32);
 
 // Gives blocks in T, the type of the arithmetic: in place if the memory holds T, else through a buffer.
 template <class T>
@@ -73,13 +78,15 @@ class BlockAccess {
     T data[kBlock];
   };
 
-  BlockAccess(const TensorLists& lists, const Simd& simd)
-      : lists_(lists), load_(simd.load[sizeof(T) == sizeof(double)]), store_(simd.store[sizeof(T) == sizeof(double)]) {}
+  explicit BlockAccess(const TensorLists& lists)
+      : lists_(lists),
+        load_(simd().load[sizeof(T) == sizeof(double)]),
+        store_(simd().store[sizeof(T) == sizeof(double)]) {}
 
   const T* read(int list, const Block& block, Buffer& buffer) const {
     const Convert convert = load_[static_cast<int>(lists_.dtype[list])];
-    if (!convert) return static_cast<const T*>(memory(list, block));
-    convert(memory(list, block), buffer.data, block.size);
+    if (!convert) return static_cast<const T*>(memory(lists_, list, block));
+    convert(memory(lists_, list, block), buffer.data, block.size);
     return buffer.data;
   }
 
@@ -88,19 +95,12 @@ class BlockAccess {
 
   // The memory to fill before write() stores it.
   T* target(int list, const Block& block, Buffer& buffer) const {
-    return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(memory(list, block));
+    return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(memory(lists_, list, block));
   }
 
   void write(int list, const Block& block, const Buffer& buffer) const {
     const Convert convert = store_[static_cast<int>(lists_.dtype[list])];
-    if (convert) convert(buffer.data, memory(list, block), block.size);
-  }
-
-  // Whether the memory holds T, so that no buffer is used.
-  bool is_in_place(int list) const { return !load_[static_cast<int>(lists_.dtype[list])]; }
-
-  void* memory(int list, const Block& block) const {
-    return static_cast<char*>(lists_.pointer[list][block.tensor]) + block.begin * element_size(lists_.dtype[list]);
+    if (convert) convert(buffer.data, memory(lists_, list, block), block.size);
   }
 
  private:
@@ -122,18 +122,9 @@ void for_each_total(const TensorLists& lists, const double* partial, const Funct
   }
 }
 
-// Collects found_inf over the threads and writes it once.
-class NonfiniteSeen {
- public:
-  void note(bool finite) {
-    if (!finite) seen_.store(true, std::memory_order_relaxed);
-  }
-  void report(FoundInf found_inf) const {
-    if (seen_.load(std::memory_order_relaxed)) *found_inf.word = found_inf.raised;
-  }
-
- private:
-  std::atomic<bool> seen_{false};
-};
+// From several threads.
+inline void note(FoundInf found_inf, bool finite) {
+  if (!finite) __atomic_store_n(found_inf.word, found_inf.raised, __ATOMIC_RELAXED);
+}
 
 }  // namespace ampctx::cpu

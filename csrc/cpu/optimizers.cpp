@@ -43,11 +43,7 @@ class StepAccess {
   };
 
   StepAccess(const StepCall& call, const TensorScalars<T>* scalars)
-      : call_(call),
-        scalars_(scalars),
-        weights_(optimizer_loops<T>(cpu::simd()).weights),
-        unscale_(arithmetic<T>(cpu::simd()).scale),
-        access_(call.lists, cpu::simd()) {
+      : call_(call), scalars_(scalars), weights_(optimizer_loops<T>(cpu::simd()).weights), access_(call.lists) {
     rounds_states_ = call.stochastic_state;
     for (int state = 0; state < call.states(); ++state) rounds_states_ |= is_code(call.lists.dtype[2 + state]);
   }
@@ -79,7 +75,8 @@ class StepAccess {
       return;
     }
     T* const grad = access_.update(0, block, buffers.list[0]);
-    unscale_(grad, grad, block.size, static_cast<T>(call_.inv_scale.value));
+    const auto unscale = arithmetic<T>().scale_from[kOwnType<T>].to[kOwnType<T>];
+    unscale(grad, grad, block.size, static_cast<T>(call_.inv_scale.value), false);
     access_.write(0, block, buffers.list[0]);
     at.grad = grad;
     at.grad_scale = call_.maximize ? -1 : 1;
@@ -112,8 +109,6 @@ class StepAccess {
     if (has_extras(call_.write_back)) access_.write(extra, block, buffers.list[extra]);
   }
 
-  void* memory(int list, const Block& block) const { return access_.memory(list, block); }
-
  private:
   float* scales(int state, const Block& block) const {
     if (!is_code(call_.lists.dtype[2 + state])) return nullptr;
@@ -124,7 +119,7 @@ class StepAccess {
   void read_codes(int state, const Block& block, T* values) const {
     if constexpr (sizeof(T) == sizeof(float)) {
       const DType type = call_.lists.dtype[2 + state];
-      simd().optimizers.decode(type, memory(2 + state, block), scales(state, block), values, block.size);
+      simd().optimizers.decode(type, memory(call_.lists, 2 + state, block), scales(state, block), values, block.size);
     }
   }
 
@@ -137,8 +132,8 @@ class StepAccess {
         const int list = 2 + state;
         const DType type = call_.lists.dtype[list];
         if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
-          loops.round({type, state, call_.stochastic_state ? random : nullptr}, at.state[state], memory(list, block),
-                      scales(state, block), block.size);
+          loops.round({type, state, call_.stochastic_state ? random : nullptr}, at.state[state],
+                      memory(call_.lists, list, block), scales(state, block), block.size);
         } else {
           access_.write(list, block, buffers.list[list]);
         }
@@ -149,7 +144,6 @@ class StepAccess {
   const StepCall& call_;
   const TensorScalars<T>* scalars_;
   const Weights<T>& weights_;
-  const decltype(Arithmetic<T>::scale) unscale_;
   const BlockAccess<T> access_;
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
@@ -172,7 +166,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
     StepBlock<T> at = access.open(block, buffers);
     const bool reads = !is_direct || call.unscales;
     if (reads) access.read_gradients(at, block, buffers);
-    loop(at, reads ? at.grad : access.memory(0, block), access.memory(lists.depth - 1, block), optimizer);
+    loop(at, reads ? at.grad : memory(lists, 0, block), memory(lists, lists.depth - 1, block), optimizer);
     if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
@@ -213,7 +207,7 @@ void step_as(const Context& context, const StepCall& call, const LambOptions& op
       descend(move_moments(block, buffers), block, buffers, lr);
     });
   }
-  const auto norm = arithmetic<T>(simd()).l2norm;
+  const auto norm = arithmetic<T>().l2norm[kOwnType<T>];
   double* const partial = static_cast<double*>(call.norms);
   for_each_block(context, call.lists, [&](const Block& block) {
     Buffers buffers;

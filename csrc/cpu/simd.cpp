@@ -23,7 +23,7 @@ bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
     largest = magnitudes > largest ? magnitudes : largest;
     return scale_element(values, factors);
   };
-  for_each_strip<kStreams>(n, [&](int64_t first, int64_t size) {
+  for_each_strip<kStreams>(n, [&](int64_t first, int64_t size) __attribute__((always_inline)) {
     int64_t i = 0;
     for (; i + kWidth <= size; i += kWidth) Values::template store<streams>(scale(x + first + i), out + first + i);
     if (i == size) return;
@@ -38,32 +38,18 @@ bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
   return finite;
 }
 
-template <class From, class To>
-bool scale_mixed(const void* x, void* out, int64_t n, float factor, [[maybe_unused]] bool streams) {
-  const From* const from = static_cast<const From*>(x);
-  To* const to = static_cast<To*>(out);
-#ifdef __AVX2__
-  if (!streams || reinterpret_cast<uintptr_t>(out) % kLine != 0) return scale_vectors<false>(from, to, n, factor);
-  const bool finite = scale_vectors<true>(from, to, n, factor);
-  _mm_sfence();  // other threads may read the streamed elements after this
-#else
+template <class T, class From, class To>
+bool scale(const void* x, void* out, int64_t n, T factor, bool streams) {
   bool finite = true;
-  float in[kStrip], scaled[kStrip];
-  for_each_strip<kStreams>(n, [&](int64_t i, int64_t size) {
-    const float* values = in;
-    if constexpr (sizeof(From) == sizeof(float)) {
-      values = from + i;
-    } else {
-      load<From, float>(from + i, in, size);
-    }
-    if constexpr (sizeof(To) == sizeof(float)) {
-      finite &= scale_vectors<false>(values, to + i, size, factor);
-    } else {
-      finite &= scale_vectors<false>(values, scaled, size, factor);
-      store<To, float>(scaled, to + i, size);
-    }
-  });
+  if constexpr (kIsDirect<T, From> && kIsDirect<T, To>) {
+    const From* const from = static_cast<const From*>(x);
+    To* const to = static_cast<To*>(out);
+    if (!streams || reinterpret_cast<uintptr_t>(out) % kLine != 0) return scale_vectors<false>(from, to, n, factor);
+    finite = scale_vectors<true>(from, to, n, factor);
+#ifdef __AVX2__
+    _mm_sfence();  // other threads may read the streamed elements after this
 #endif
+  }
   return finite;
 }
 
@@ -119,21 +105,6 @@ class SumOfSquares {
   typename Vector<T>::Type sum_[kVectors] = {};
 };
 
-template <class From, class T>
-void add(SumOfSquares<T>& sum, const From* x, T inv_scale) {
-#ifdef __AVX2__
-  sum.add(x, inv_scale);
-#else
-  if constexpr (sizeof(From) == sizeof(T)) {
-    sum.add(x, inv_scale);
-  } else {
-    T values[SumOfSquares<T>::kLanes];
-    load<From, T>(x, values, SumOfSquares<T>::kLanes);
-    sum.add(values, inv_scale);
-  }
-#endif
-}
-
 // The sums of `streams` blocks of x, of which the first is `block` and each next one is `apart` further.
 template <int64_t streams, class From, class T>
 void sum_blocks(const From* x, int64_t n, int64_t block, int64_t apart, T inv_scale, double* sums) {
@@ -145,11 +116,11 @@ void sum_blocks(const From* x, int64_t n, int64_t block, int64_t apart, T inv_sc
       const int64_t first = begin + k * apart * kBlock + i;
       SumOfSquares<T> in_registers = sum[k];
       int64_t done = 0;
-      for (; done + kLanes <= count; done += kLanes) add(in_registers, x + first + done, inv_scale);
+      for (; done + kLanes <= count; done += kLanes) in_registers.add(x + first + done, inv_scale);
       if (done < count) {
         From rest[kLanes] = {};
         memcpy(rest, x + first + done, static_cast<size_t>(count - done) * sizeof(From));
-        add(in_registers, rest, inv_scale);
+        in_registers.add(rest, inv_scale);
       }
       sum[k] = in_registers;
     }
@@ -157,42 +128,42 @@ void sum_blocks(const From* x, int64_t n, int64_t block, int64_t apart, T inv_sc
   for (int64_t k = 0; k < streams; ++k) sums[block + k * apart] = sum[k].total();
 }
 
-template <class From, class T>
-bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sums) {
-  const int64_t piece = n / (kStreams * kBlock), blocks = (n + kBlock - 1) / kBlock;
-  for (int64_t b = 0; b < piece; ++b) sum_blocks<kStreams>(x, n, b, piece, inv_scale, sums);
-  for (int64_t b = kStreams * piece; b < blocks; ++b) sum_blocks<1>(x, n, b, 0, inv_scale, sums);
-  // An inf or nan element makes its sum inf or nan, and so do squares too large for T: only then check each element.
+template <class T, class From>
+bool l2norm(const void* list, int64_t n, T inv_scale, double* sums) {
   bool finite = true;
-  for (int64_t b = 0; b < blocks; ++b) finite = finite && is_finite(sums[b]);
-  if (finite) return true;
-  finite = true;
-  for (int64_t i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
+  if constexpr (kIsDirect<T, From>) {
+    const From* const x = static_cast<const From*>(list);
+    const int64_t piece = n / (kStreams * kBlock), blocks = (n + kBlock - 1) / kBlock;
+    for (int64_t b = 0; b < piece; ++b) sum_blocks<kStreams>(x, n, b, piece, inv_scale, sums);
+    for (int64_t b = kStreams * piece; b < blocks; ++b) sum_blocks<1>(x, n, b, 0, inv_scale, sums);
+    // An inf or nan element makes its sum inf or nan, and so do squares too large for T: only then check each element.
+    for (int64_t b = 0; b < blocks; ++b) finite = finite && is_finite(sums[b]);
+    if (finite) return true;
+    finite = true;
+    for (int64_t i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
+  }
   return finite;
 }
 
-template <class From>
-bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sums) {
-  return l2norm_of(static_cast<const From*>(x), n, inv_scale, sums);
-}
+// The order of the types is that of DType.
+template <class T, class From, class... To>
+constexpr ScaleFrom<T> kScaleFrom = {{(kIsDirect<T, From> && kIsDirect<T, To> ? scale<T, From, To> : nullptr)...}};
+template <class T, class... Types>
+constexpr Arithmetic<T> kArithmetic = {
+    {kScaleFrom<T, Types, Types...>...}, axpby<T>, {(kIsDirect<T, Types> ? l2norm<T, Types> : nullptr)...}};
 
 }  // namespace
 
 extern const OptimizerLoops AMPCTX_TABLE(optimizers);
 extern const Simd AMPCTX_TABLE(simd);
-// The order of the types is that of DType.
 const Simd AMPCTX_TABLE(simd) = {
     AMPCTX_QUOTE(AMPCTX_SIMD_NAME),
-    {scale_vectors<false, float, float, float>, axpby<float>, l2norm_of<float, float>},
-    {scale_vectors<false, double, double, double>, axpby<double>, l2norm_of<double, double>},
+    kArithmetic<float, float, Half, BFloat16>,
+    kArithmetic<double, float, Half, BFloat16, double>,
     {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr, load<Remainder, float>},
      {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
     {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},
      {store<float, double>, store<Half, double>, store<BFloat16, double>, nullptr, store<Remainder, double>}},
-    {{nullptr, scale_mixed<float, Half>, scale_mixed<float, BFloat16>},
-     {scale_mixed<Half, float>, scale_mixed<Half, Half>, scale_mixed<Half, BFloat16>},
-     {scale_mixed<BFloat16, float>, scale_mixed<BFloat16, Half>, scale_mixed<BFloat16, BFloat16>}},
-    {nullptr, l2norm_mixed<Half>, l2norm_mixed<BFloat16>},
     AMPCTX_TABLE(optimizers),
 };
 

@@ -12,11 +12,18 @@ namespace ampctx::cpu {
 constexpr int64_t kBlock = 2048;  // elements of one partial sum: three fp32 lists fit a 32 KB cache
 
 template <class T>
+struct ScaleFrom {
+  bool (*to[kDTypes])(const void* x, void* out, int64_t n, T factor, bool streams);
+};
+
+// Each returns whether all checked inputs were finite. `out` may be an input. scale and l2norm convert on the way, by
+// memory types; null where blocks have to be converted before.
+template <class T>
 struct Arithmetic {
-  // Each returns whether all checked inputs were finite. `out` may be an input.
-  bool (*scale)(const T* x, T* out, int64_t n, T scale);
+  ScaleFrom<T> scale_from[kDTypes];  // `streams`: write past the caches, for outputs that they cannot hold
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
-  bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sums);  // of squares, one for each kBlock elements
+  bool (*l2norm[kDTypes])(const void* x, int64_t n, T factor,
+                          double* sums);  // of squares, one for each kBlock elements
 };
 
 // One block of an optimizer step, in the type of the arithmetic.
@@ -100,10 +107,6 @@ struct Simd {
   // Convert between memory type and arithmetic type, [arithmetic][memory]. Null if they are the same.
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
-  // Loops in fp32 arithmetic that convert on the way, by memory types. Null if all are fp32, or for other types.
-  // `streams`: write past the caches, for outputs that they cannot hold.
-  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor, bool streams);
-  bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sums);
   const OptimizerLoops& optimizers;
 };
 

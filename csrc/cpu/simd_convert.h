@@ -10,7 +10,7 @@
 #include "../functors/convert.h"
 #include "simd.h"
 
-#ifdef __F16C__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -51,11 +51,24 @@ AMPCTX_FN void narrow(float value, BFloat16& to) { to.bits = float_to_bfloat16(v
 AMPCTX_FN void narrow(float value, Remainder& to) { to.value = static_cast<int16_t>(static_cast<int32_t>(value)); }
 AMPCTX_FN void narrow(float value, float& to) { to = value; }
 
-// Bytes of a vector of the instruction set.
+// Bytes of a vector of the instruction set, and 16 bits from and to one of fp32. 512-bit conversions have a full mask,
+// because gcc 12 warns of those without one.
 #if defined(__AVX512F__)
 constexpr int kVector = 64;
+inline __m256i words_at(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+inline __m512 from_half(__m256i halves) { return _mm512_maskz_cvtph_ps(0xffff, halves); }
+inline __m512i from_bfloat16(__m256i words) {
+  return _mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, words), 16);
+}
+inline __m256i to_half(__m512 x) {
+  return _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #elif defined(__AVX2__)
 constexpr int kVector = 32;
+inline __m128i words_at(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+inline __m256 from_half(__m128i halves) { return _mm256_cvtph_ps(halves); }
+inline __m256i from_bfloat16(__m128i words) { return _mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16); }
+inline __m128i to_half(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 #else
 constexpr int kVector = 16;
 #endif
@@ -87,6 +100,15 @@ void put(const Value& values, void* to) {
   memcpy(to, &values, sizeof(values));
 }
 
+// Whether Vector<T> converts from and to that type in memory.
+#ifdef __AVX2__
+template <class T, class Memory>
+constexpr bool kIsDirect = std::is_same_v<T, Memory> || (sizeof(T) == sizeof(float) && sizeof(Memory) == sizeof(Half));
+#else
+template <class T, class Memory>
+constexpr bool kIsDirect = std::is_same_v<T, Memory>;
+#endif
+
 template <class T>
 struct Vector {
   static constexpr int kWidth = kVector / sizeof(T);
@@ -105,6 +127,15 @@ struct Vector {
     put<streams>(values, to);
   }
 
+#ifdef __AVX2__
+  static Type load(const Half* x) { return bits_as<Type>(from_half(words_at(x))); }
+  static Type load(const BFloat16* x) { return bits_as<Type>(from_bfloat16(words_at(x))); }
+
+  template <bool streams>
+  static void store(const Type& values, Half* to) {
+    put<streams>(to_half(bits_as<decltype(from_half(words_at(to)))>(values)), to);
+  }
+
   // float_to_bfloat16()
   template <bool streams>
   static void store(const Type& values, BFloat16* to) {
@@ -113,28 +144,6 @@ struct Vector {
     const Words chosen = (bits & 0x7fffffff) <= 0x7f800000 ? rounded : nan;
     put<streams>(__builtin_convertvector(chosen, Narrow), to);
   }
-
-  // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
-#if defined(__AVX512F__)
-  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
-  static Type load(const BFloat16* x) {
-    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
-  }
-  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
-  template <bool streams>
-  static void store(const Type& values, Half* to) {
-    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    put<streams>(_mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(values), rounding), to);
-  }
-#elif defined(__AVX2__)
-  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
-  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
-  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
-  template <bool streams>
-  static void store(const Type& values, Half* to) {
-    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    put<streams>(_mm256_cvtps_ph(bits_as<__m256>(values), rounding), to);
-  }
 #endif
 };
 
@@ -142,15 +151,14 @@ struct Vector {
 // its halves would stall.
 template <class From, class To>
 int64_t convert_vectors([[maybe_unused]] const From* in, [[maybe_unused]] To* out, [[maybe_unused]] int64_t n) {
-#ifdef __F16C__
-  using Floats = Vector<float>;
-  if constexpr (std::is_same_v<From, float> ? std::is_same_v<To, Half>
-                                            : std::is_same_v<From, Half> && std::is_same_v<To, float>) {
-    const int64_t whole = n / Floats::kWidth * Floats::kWidth;
-    for (int64_t i = 0; i < whole; i += Floats::kWidth) Floats::template store<false>(Floats::load(in + i), out + i);
+  using T = std::conditional_t<std::is_same_v<From, Half>, To, From>;
+  if constexpr (kIsDirect<T, Half> && (std::is_same_v<From, Half> || std::is_same_v<To, Half>)) {
+    const int64_t whole = n / Vector<T>::kWidth * Vector<T>::kWidth;
+    for (int64_t i = 0; i < whole; i += Vector<T>::kWidth) {
+      Vector<T>::template store<false>(Vector<T>::load(in + i), out + i);
+    }
     return whole;
   }
-#endif
   return 0;
 }
 
@@ -178,7 +186,7 @@ constexpr int64_t kStreams = 4;  // pieces of a list that are read at once
 
 // Calls function(i, size) for strips of n elements, of `streams` pieces in turn.
 template <int64_t streams = 1, class Function>
-inline void for_each_strip(int64_t n, const Function& function) {
+AMPCTX_FN void for_each_strip(int64_t n, const Function& function) {
   const int64_t piece = streams > 1 ? n / (streams * kBlock) * kBlock : 0, whole = n / kStrip * kStrip;
   for (int64_t i = 0; i < piece; i += kStrip) {
     for (int64_t first = 0; first < streams * piece; first += piece) function(first + i, kStrip);
