@@ -91,6 +91,9 @@ void multi_tensor_scale(Arguments& in) {
   if (clips) factor = call.clipped(factor, grad_norm, max_norm);
   const ScaleUpdate checked = updates ? update.check(call, "loss_scale", flag) : ScaleUpdate{};
   if (lists.size() == 0 && !updates) return;
+  // A clip by 1 of a finite norm, with a raised flag, changes nothing. On the CPU all of that is known.
+  const bool is_raised = max_norm >= 0 && !backend.has_device_pointers && *flag.word == flag.raised;
+  if (is_raised && factor.value == 1 && lists.pointer[0] == lists.pointer[1]) return;
   backend.scale(DeviceScope(call).context, lists, flag, factor, updates ? &checked : nullptr);
 }
 

@@ -93,9 +93,10 @@ class FoundInf:
 
 
 class Unread(FoundInf):
-    """Flags that nobody reads. Ops only raise a flag, so these need no value to begin with."""
+    """Flags that nobody reads. Ops only raise a flag: on the CPU it is raised, and a clip by 1 has nothing to look for.
+    Elsewhere it has no value, as that takes a launch."""
 
-    _make = staticmethod(torch.empty)
+    _make = staticmethod(lambda size, **of: (torch.ones if of["device"].type == "cpu" else torch.empty)(size, **of))
 
 
 Factor = float | PerDevice

@@ -167,7 +167,9 @@ def multi_tensor_scale_clipped(
     max_norm: float,
 ) -> None:
     """``multi_tensor_scale`` by ``scale * min(max_norm / (grad_norm + 1e-6), 1)``. The launch forms that factor in
-    fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync."""
+    fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync.
+
+    ``grad_norm`` is that of ``src``: on the CPU, a factor of 1 in place with a raised ``found_inf`` reads nothing."""
     op = "multi_tensor_scale_clipped"
     call(op, (src, dst), found_inf, factor(scale), factor(grad_norm), max_norm)
     wrote(dst)

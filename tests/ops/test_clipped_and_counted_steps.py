@@ -3,7 +3,7 @@ elements."""
 
 import pytest
 import torch
-from backends import EMULATED, REFERENCE, SIZES
+from backends import COMPILED, EMULATED, REFERENCE, SIZES
 from optimizer_calls import ADAM, LAMB, STEP_OPS, UNSCALING, make_call, on_optimizers
 
 from ampctx.kernels.reference import clipped
@@ -31,6 +31,15 @@ def test_scale_clipped_flags_what_it_reads(backend):
         assert flag.item() == (bad != 0)
         assert dst[0].isnan().all()
     backend.scale_clipped([], [], flag, 1.0, 2.0, 1.0)
+
+
+def test_a_clip_by_1_in_place_writes_nothing_where_the_flag_is_raised():
+    for flag in (0, 1):
+        bits = torch.full((9,), 0x7F800001, dtype=torch.int32)  # a signaling nan: a product would be quiet
+        x, found_inf = [bits.clone().view(torch.float32)], COMPILED.flag(flag)
+        COMPILED.scale_clipped(x, x, found_inf, 1.0, 0.5, 1.0)
+        assert torch.equal(x[0].view(torch.int32), bits) == flag
+        assert found_inf.item() == 1
 
 
 @pytest.mark.parametrize("norm", [0.5, 3.0, "number"])
