@@ -25,6 +25,7 @@ bool scale_vectors(const From* x, To* out, int64_t n, T factor) {
   };
   for_each_strip<kStreams>(n, [&](int64_t first, int64_t size) __attribute__((always_inline)) {
     int64_t i = 0;
+    prefetch(x, first, n);
     for (; i + kWidth <= size; i += kWidth) Values::template store<streams>(scale(x + first + i), out + first + i);
     if (i == size) return;
     From rest[kWidth] = {};
@@ -114,6 +115,7 @@ void sum_blocks(const From* x, int64_t n, int64_t block, int64_t apart, T inv_sc
   for_each_strip(size, [&](int64_t i, int64_t count) {
     for (int64_t k = 0; k < streams; ++k) {
       const int64_t first = begin + k * apart * kBlock + i;
+      prefetch(x, first, n);
       SumOfSquares<T> in_registers = sum[k];
       int64_t done = 0;
       for (; done + kLanes <= count; done += kLanes) in_registers.add(x + first + done, inv_scale);

