@@ -48,16 +48,22 @@ class StepAccess {
     for (int state = 0; state < call.states(); ++state) rounds_states_ |= is_code(call.lists.dtype[2 + state]);
   }
 
-  // The block without its gradients.
-  StepBlock<T> open(const Block& block, Buffers& buffers) const {
+  // The block without its gradients and weights.
+  StepBlock<T> begin(const Block& block, Buffers& buffers) const {
     StepBlock<T> at{};
     at.n = block.size;
     at.lr = static_cast<T>(call_.lr.value);
     const T inv_scale = static_cast<T>(call_.inv_scale.value);
     at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
     at.tensor = scalars_[block.tensor];
-    at.weight = access_.update(1, block, buffers.list[1]);
     read_states(at, block, buffers);
+    return at;
+  }
+
+  // The block without its gradients.
+  StepBlock<T> open(const Block& block, Buffers& buffers) const {
+    StepBlock<T> at = begin(block, buffers);
+    at.weight = access_.update(1, block, buffers.list[1]);
     const int extra = call_.lists.depth - 1;
     if (reads_extras(call_.write_back)) {
       at.extra = access_.update(extra, block, buffers.list[extra]);
@@ -148,25 +154,30 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The step itself, with the scalars of advance_steps(). If weights and states are fp32, the loop (simd_optimizers.cpp)
-// converts 16-bit gradients and copies itself; else blocks are converted around it.
+// The step itself, with the scalars of advance_steps(). If states are fp32, and weights fp32 or split, the loop
+// (simd_optimizers.cpp) converts 16-bit gradients and extras itself; else blocks are converted around it.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
             const StepLoopsOf<T, Optimizer>& loops) {
   const TensorLists& lists = call.lists;
   const StepAccess<T> access(call, scalars);
-  const bool copies = call.write_back == WriteBack::copy;
-  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
-  bool is_direct = sizeof(T) == sizeof(float) && (copies ? copy != DType::f32 : call.write_back == WriteBack::nearest);
-  for (int list = 1; list < 2 + call.states(); ++list) is_direct = is_direct && lists.dtype[list] == DType::f32;
+  const WriteBack mode = call.write_back;
+  const DType extra = has_extras(mode) ? lists.dtype[lists.depth - 1] : DType::f32;
   const DType grad = call.unscales ? DType::f32 : lists.dtype[0];  // unscaled gradients are fp32
-  const auto loop = is_direct ? loops.loop[static_cast<int>(grad)][static_cast<int>(copy)] : loops.loop[0][0];
+  const auto direct = loops.loop[static_cast<int>(grad)][static_cast<int>(extra)];
+  const bool is_split = mode == WriteBack::split, is_copy = mode == WriteBack::copy && extra != DType::f32;
+  bool is_direct = sizeof(T) == sizeof(float) && direct && (mode == WriteBack::nearest || is_copy || is_split);
+  for (int list = is_split ? 2 : 1; list < 2 + call.states(); ++list) {
+    is_direct = is_direct && lists.dtype[list] == DType::f32;
+  }
+  const auto loop = is_direct ? direct : loops.loop[0][0];
   const auto step_block = [&](const Block& block) {
     typename StepAccess<T>::Buffers buffers;
-    StepBlock<T> at = access.open(block, buffers);
+    StepBlock<T> at = is_direct ? access.begin(block, buffers) : access.open(block, buffers);
     const bool reads = !is_direct || call.unscales;
     if (reads) access.read_gradients(at, block, buffers);
-    loop(at, reads ? at.grad : memory(lists, 0, block), memory(lists, lists.depth - 1, block), optimizer);
+    loop(at, reads ? at.grad : memory(lists, 0, block), is_direct ? memory(lists, 1, block) : at.weight,
+         memory(lists, lists.depth - 1, block), optimizer);
     if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);

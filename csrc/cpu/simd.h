@@ -40,11 +40,13 @@ struct StepBlock {
   TensorScalars<T> tensor;
 };
 
-// Of gradients and copies of weights in their memory type. Weights and states are in the type of the arithmetic.
+// States are in the type of the arithmetic, gradients and extras in their own. Extras are copies of weights, or the
+// remainders of split ones in bf16. The block has neither its gradients nor its weights.
 template <class T, class Optimizer>
-using StepLoop = void (*)(const StepBlock<T>& block, const void* grad, void* copy, const Optimizer& optimizer);
+using StepLoop = void (*)(const StepBlock<T>& block, const void* grad, void* weight, void* extra,
+                          const Optimizer& optimizer);
 
-// Indexed by the types of gradients and copies. f32: of the type of the arithmetic, and no copies. Null for others.
+// Indexed by the types of gradients and extras. f32: of the type of the arithmetic, and no extras. Null for others.
 template <class T, class Optimizer>
 struct StepLoopsOf {
   StepLoop<T, Optimizer> loop[kDTypes][kDTypes];

@@ -100,16 +100,34 @@ inline void step_elements(const StepBlock<T>& block, const Optimizer& chosen, in
   }
 }
 
-template <class T, class Grad, class Copy, class Optimizer>
-void step(const StepBlock<T>& block, const void* grads, void* copies, const Optimizer& optimizer) {
+inline void join_weights(const BFloat16* high, const Remainder* low, float* weight, int64_t n) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) weight[i] = join(widen(high[i]), low[i].value);
+}
+
+inline void split_weights(const float* weight, BFloat16* high, Remainder* low, int64_t n) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    float rounded;
+    int32_t remainder;
+    split(weight[i], rounded, remainder);
+    high[i].bits = static_cast<uint16_t>(bits_of(rounded) >> 16);
+    low[i].value = static_cast<int16_t>(remainder);
+  }
+}
+
+template <class T, class Grad, class Extra, class Optimizer>
+void step(const StepBlock<T>& block, const void* grads, void* weights, void* extras, const Optimizer& optimizer) {
+  constexpr bool is_split = std::is_same_v<Extra, Remainder>;
   const Grad* const grad = static_cast<const Grad*>(grads);
-  Copy* const copy = static_cast<Copy*>(copies);
+  auto* const weight = static_cast<std::conditional_t<is_split, BFloat16, T>*>(weights);
+  Extra* const extra = static_cast<Extra*>(extras);
   StepBlock<T> strip = block;
-  T wide[kStrip];
+  T wide[kStrip], joined[kStrip];
   for_each_strip(block.n, [&](int64_t i, int64_t n) {
     prefetch(grad, i, block.n);
-    prefetch(block.weight, i, block.n);
-    strip.weight = block.weight + i;
+    prefetch(weight, i, block.n);
+    if constexpr (sizeof(Extra) < sizeof(T)) prefetch(extra, i, block.n);
     for (int s = 0; s < Optimizer::kStates; ++s) {
       prefetch(block.state[s], i, block.n);
       strip.state[s] = block.state[s] + i;
@@ -120,10 +138,16 @@ void step(const StepBlock<T>& block, const void* grads, void* copies, const Opti
       load<Grad, T>(grad + i, wide, n);
       strip.grad = wide;
     }
+    if constexpr (is_split) {
+      join_weights(weight + i, extra + i, strip.weight = joined, n);
+    } else {
+      strip.weight = weight + i;
+    }
     step_elements(strip, optimizer, n);
-    if constexpr (sizeof(Copy) < sizeof(T)) {
-      prefetch(copy, i, block.n);
-      store<Copy, T>(strip.weight, copy + i, n);
+    if constexpr (is_split) {
+      split_weights(joined, weight + i, extra + i, n);
+    } else if constexpr (sizeof(Extra) < sizeof(T)) {
+      store<Extra, T>(strip.weight, extra + i, n);
     }
   });
 }
@@ -199,10 +223,11 @@ constexpr StepLoopsOf<T, Optimizer> loops_of() {
   if constexpr (sizeof(T) == sizeof(double)) {
     return {{{step<T, T, T, Optimizer>}}};
   } else {
-    return {{{step<T, T, T, Optimizer>, step<T, T, Half, Optimizer>, step<T, T, BFloat16, Optimizer>},
+    return {{{step<T, T, T, Optimizer>, step<T, T, Half, Optimizer>, step<T, T, BFloat16, Optimizer>, nullptr,
+              step<T, T, Remainder, Optimizer>},
              {step<T, Half, T, Optimizer>, step<T, Half, Half, Optimizer>, step<T, Half, BFloat16, Optimizer>},
              {step<T, BFloat16, T, Optimizer>, step<T, BFloat16, Half, Optimizer>,
-              step<T, BFloat16, BFloat16, Optimizer>}}};
+              step<T, BFloat16, BFloat16, Optimizer>, nullptr, step<T, BFloat16, Remainder, Optimizer>}}};
   }
 }
 

@@ -26,18 +26,17 @@ AMPCTX_FN constexpr bool has_extras(WriteBack mode) {
 }
 AMPCTX_FN constexpr bool reads_extras(WriteBack mode) { return mode == WriteBack::split || mode == WriteBack::kahan; }
 
-AMPCTX_FN float join(float high, float remainder) {
-  return float_of(bits_of(high) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+AMPCTX_FN float join(float high, int32_t remainder) {
+  return float_of(bits_of(high) + static_cast<uint32_t>(remainder));
 }
 
-AMPCTX_FN void split(float w, float& high, float& remainder) {
+AMPCTX_FN void split(float w, float& high, int32_t& remainder) {
   const int32_t magnitude = static_cast<int32_t>(bits_of(w) & 0x7fffffffu);
   const uint32_t quiet_nan = (bits_of(w) & 0x80000000u) | 0x7fc00000u;
   // The largest nans, a GPU's own among them, would round up to zero with the other sign.
   const uint32_t bits = magnitude > 0x7f800000 ? quiet_nan : bits_of(w);
-  const int32_t low = static_cast<int32_t>(bits << 16) >> 16;
-  high = float_of(bits - static_cast<uint32_t>(low));
-  remainder = static_cast<float>(low);
+  remainder = static_cast<int32_t>(bits << 16) >> 16;
+  high = float_of(bits - static_cast<uint32_t>(remainder));
 }
 
 AMPCTX_FN float round_to_nearest(float w, DType to) {
@@ -62,7 +61,7 @@ AMPCTX_FN float round_stochastically(float w, DType to, uint32_t random) {
 
 template <class T>
 AMPCTX_FN T load_weight(WriteBack mode, T p, T extra) {
-  if (mode == WriteBack::split) return join(static_cast<float>(p), static_cast<float>(extra));
+  if (mode == WriteBack::split) return join(static_cast<float>(p), static_cast<int32_t>(extra));
   return mode == WriteBack::kahan ? p + extra : p;
 }
 
@@ -72,10 +71,11 @@ AMPCTX_FN void store_weight(WriteBack mode, DType type, T w, uint32_t random, T&
   p = w;
   if (mode == WriteBack::copy) extra = w;
   if (mode == WriteBack::split) {
-    float high, remainder;
+    float high;
+    int32_t remainder;
     split(static_cast<float>(w), high, remainder);
     p = high;
-    extra = remainder;
+    extra = static_cast<T>(remainder);
   }
   if (mode == WriteBack::kahan) {
     p = round_to_nearest(static_cast<float>(w), type);
