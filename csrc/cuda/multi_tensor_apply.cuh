@@ -105,8 +105,11 @@ struct Split {
   int blocks;
 };
 
-inline Split split(int64_t elements, int64_t max_blocks) {
-  constexpr int64_t unit = kThreads * kVector;
+// A block goes through small tensors one after the other and waits for the memory of each: a few of them, on average.
+inline Split split(int64_t elements, int64_t tensors, int64_t max_blocks) {
+  constexpr int64_t kTensorsOfBlock = 8;
+  int64_t unit = kThreads * kVector;
+  while (unit > kVector && unit * tensors > elements * kTensorsOfBlock) unit /= 2;
   const int64_t each = (elements + max_blocks - 1) / max_blocks;
   const int64_t share = (each + unit - 1) / unit * unit;
   return {share, static_cast<int>((elements + share - 1) / share)};
@@ -129,7 +132,7 @@ int resident_blocks(int device) {
 // Launches a kernel over the elements of a table, with a grid that fills the device. Returns the grid.
 template <auto kernel, class Table, class... Arguments>
 Split launch_over(const Context& context, const Table& table, const Arguments&... arguments) {
-  const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
+  const Split grid = split(table.elements(), table.count, resident_blocks<kernel>(context.device));
   AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, arguments...);
   return grid;
 }

@@ -48,7 +48,7 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   for (int list = 0; list < lists.depth; ++list) lists.pointer[list].resize(static_cast<size_t>(tensors));
   int64_t launch = 0, first = 0;
   for_each_table<2>(lists, [&](const auto& table) {
-    const Split grid = split(table.elements(), max_blocks);
+    const Split grid = split(table.elements(), table.count, max_blocks);
     for (int block = 0; block < grid.blocks; ++block) {
       cuda_emulation::executor().block = {static_cast<unsigned>(block)};
       for_each_segment(table, grid.share, [&](int tensor, int64_t begin, int64_t size) {

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,11 @@ def test_blocks_have_equal_shares(emulation, sizes):
         assert len(of_launch) <= max_blocks
         assert len(set(full)) <= 1
         assert 0 < last <= max(full, default=last)
+
+
+def test_blocks_have_few_small_tensors(emulation):
+    pieces = Counter((launch, block) for launch, block, *_ in cut(emulation, [1] * 5000, 4096))
+    assert max(pieces.values()) <= 8
 
 
 OLD_DRIVER, FIRST_WITH_MANY_PARAMETERS = 12000, 12010
