@@ -83,15 +83,13 @@ class BlockAccess {
         load_(simd().load[sizeof(T) == sizeof(double)]),
         store_(simd().store[sizeof(T) == sizeof(double)]) {}
 
-  const T* read(int list, const Block& block, Buffer& buffer) const {
+  // A block to read, or to change in place and store by write().
+  T* read(int list, const Block& block, Buffer& buffer) const {
     const Convert convert = load_[static_cast<int>(lists_.dtype[list])];
-    if (!convert) return static_cast<const T*>(memory(lists_, list, block));
+    if (!convert) return static_cast<T*>(memory(lists_, list, block));
     convert(memory(lists_, list, block), buffer.data, block.size);
     return buffer.data;
   }
-
-  // A block to change in place and store by write().
-  T* update(int list, const Block& block, Buffer& buffer) const { return const_cast<T*>(read(list, block, buffer)); }
 
   // The memory to fill before write() stores it.
   T* target(int list, const Block& block, Buffer& buffer) const {

@@ -63,11 +63,11 @@ class StepAccess {
   // The block without its gradients.
   StepBlock<T> open(const Block& block, Buffers& buffers) const {
     StepBlock<T> at = begin(block, buffers);
-    at.weight = access_.update(1, block, buffers.list[1]);
+    at.weight = access_.read(1, block, buffers.list[1]);
     const int extra = call_.lists.depth - 1;
     if (reads_extras(call_.write_back)) {
-      at.extra = access_.update(extra, block, buffers.list[extra]);
-      weights_.load(call_.write_back, at.weight, at.extra, block.size);
+      at.extra = access_.read(extra, block, buffers.list[extra]);
+      weights_.load[static_cast<int>(call_.write_back)](at.weight, at.extra, block.size);
     } else if (has_extras(call_.write_back)) {
       at.extra = access_.target(extra, block, buffers.list[extra]);
     }
@@ -80,7 +80,7 @@ class StepAccess {
       at.grad = access_.read(0, block, buffers.list[0]);
       return;
     }
-    T* const grad = access_.update(0, block, buffers.list[0]);
+    T* const grad = access_.read(0, block, buffers.list[0]);
     const auto unscale = arithmetic<T>().scale_from[kOwnType<T>].to[kOwnType<T>];
     unscale(grad, grad, block.size, static_cast<T>(call_.inv_scale.value), false);
     access_.write(0, block, buffers.list[0]);
@@ -95,7 +95,7 @@ class StepAccess {
         at.state[state] = buffers.list[list].data;
         read_codes(state, block, at.state[state]);
       } else {
-        at.state[state] = access_.update(list, block, buffers.list[list]);
+        at.state[state] = access_.read(list, block, buffers.list[list]);
       }
     }
   }
@@ -108,7 +108,8 @@ class StepAccess {
   void write_weights(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
     if (call_.write_back != WriteBack::nearest) {
       const RandomKey key = key_at(at.tensor.key, block.begin);
-      weights_.store(call_.write_back, call_.lists.dtype[1], at.weight, at.extra, block.size, key);
+      const auto& store = weights_.store[static_cast<int>(call_.write_back)];
+      store.as[static_cast<int>(call_.lists.dtype[1])](at.weight, at.extra, block.size, key);
     }
     access_.write(1, block, buffers.list[1]);
     const int extra = call_.lists.depth - 1;

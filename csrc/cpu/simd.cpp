@@ -54,22 +54,20 @@ bool scale(const void* x, void* out, int64_t n, T factor, bool streams) {
   return finite;
 }
 
-template <int arg_to_check, class T>
-bool axpby_checking(const T* x, const T* y, T* out, int64_t n, T a, T b) {
-  BitsOf<T> nonfinite = 0;
-  AMPCTX_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) {
-    nonfinite |= !axpby_is_finite(x[i], y[i], arg_to_check);
-    out[i] = axpby_element(x[i], y[i], a, b);
-  }
-  return nonfinite == 0;
-}
-
 template <class T>
 bool axpby(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check) {
-  if (arg_to_check == 0) return axpby_checking<0>(x, y, out, n, a, b);
-  if (arg_to_check == 1) return axpby_checking<1>(x, y, out, n, a, b);
-  return axpby_checking<-1>(x, y, out, n, a, b);
+  const auto checking = [=](auto arg) {
+    BitsOf<T> nonfinite = 0;
+    AMPCTX_INDEPENDENT
+    for (int64_t i = 0; i < n; ++i) {
+      nonfinite |= !axpby_is_finite(x[i], y[i], decltype(arg)::value);
+      out[i] = axpby_element(x[i], y[i], a, b);
+    }
+    return nonfinite == 0;
+  };
+  if (arg_to_check == 0) return checking(std::integral_constant<int, 0>{});
+  if (arg_to_check == 1) return checking(std::integral_constant<int, 1>{});
+  return checking(std::integral_constant<int, -1>{});
 }
 
 // kLanes partial sums, in as many vectors as the instruction set needs. Each addition waits for the previous one in its

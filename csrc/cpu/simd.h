@@ -69,11 +69,16 @@ struct LayerLoops {
   void (*descend)(T* weight, const T* u, int64_t n, T rate);  // weight -= rate u
 };
 
-// functors/write_back.h over a block, in place: makes weights from params and extras, and back.
+template <class T>
+struct StoreWeights {
+  void (*as[kDTypes])(T* weight, T* extra, int64_t n, RandomKey key);  // types of the params
+};
+
+// functors/write_back.h over a block, in place, for each WriteBack: makes weights from params and extras, and back.
 template <class T>
 struct Weights {
-  void (*load)(WriteBack mode, T* weight, const T* extra, int64_t n);
-  void (*store)(WriteBack mode, DType type, T* weight, T* extra, int64_t n, RandomKey key);
+  void (*load[kWriteBacks])(T* weight, const T* extra, int64_t n);
+  StoreWeights<T> store[kWriteBacks];
 };
 
 // How a state is stored in fewer bits: functors/codes.h.

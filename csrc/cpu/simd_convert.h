@@ -101,13 +101,9 @@ void put(const Value& values, void* to) {
 }
 
 // Whether Vector<T> converts from and to that type in memory.
-#ifdef __AVX2__
 template <class T, class Memory>
-constexpr bool kIsDirect = std::is_same_v<T, Memory> || (sizeof(T) == sizeof(float) && sizeof(Memory) == sizeof(Half));
-#else
-template <class T, class Memory>
-constexpr bool kIsDirect = std::is_same_v<T, Memory>;
-#endif
+constexpr bool kIsDirect =
+    std::is_same_v<T, Memory> || (kVector > 16 && sizeof(T) == sizeof(float) && sizeof(Memory) == sizeof(Half));
 
 template <class T>
 struct Vector {

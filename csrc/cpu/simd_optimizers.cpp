@@ -47,20 +47,16 @@ void encode_block(const StateRounding& how, const float* values, int64_t first, 
     for (int64_t i = 0; i < n; ++i) codes[i] = 0;
     return;
   }
-  if (how.random) {
-    const uint32_t* const random = how.random + first;
-    const int state = how.state;
+  const auto encode = [&](auto place_of) {
     AMPCTX_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-      const float place = rounding_place(bits_of_state(random[i], state));
-      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, place));
+      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, place_of(i)));
     }
-  } else {
-    AMPCTX_INDEPENDENT
-    for (int64_t i = 0; i < n; ++i) {
-      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, kNearest));
-    }
-  }
+  };
+  const auto at_random = [random = how.random + first, state = how.state](int64_t i) {
+    return rounding_place(bits_of_state(random[i], state));
+  };
+  how.random ? encode(at_random) : encode([](int64_t) { return kNearest; });
 }
 
 void round_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
@@ -178,19 +174,13 @@ void descend(T* weight, const T* u, int64_t n, T rate) {
 }
 
 template <WriteBack mode, class T>
-void load_weights_by(T* weight, const T* extra, int64_t n) {
+void load_weights(T* weight, const T* extra, int64_t n) {
   AMPCTX_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) weight[i] = load_weight(mode, weight[i], extra[i]);
 }
 
-template <class T>
-void load_weights(WriteBack mode, T* weight, const T* extra, int64_t n) {
-  mode == WriteBack::split ? load_weights_by<WriteBack::split>(weight, extra, n)
-                           : load_weights_by<WriteBack::kahan>(weight, extra, n);
-}
-
 template <WriteBack mode, DType type, class T>
-void store_weights_by(T* weight, T* extra, int64_t n, RandomKey key) {
+void store_weights(T* weight, T* extra, int64_t n, RandomKey key) {
   AMPCTX_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
     T rest = 0;
@@ -200,24 +190,19 @@ void store_weights_by(T* weight, T* extra, int64_t n, RandomKey key) {
   }
 }
 
+// The order of the types is that of DType, here and below. Only what goes into 16 bits depends on them.
+template <class T, WriteBack mode>
+constexpr StoreWeights<T> kStoreAs = {{store_weights<mode, DType::f32, T>, store_weights<mode, DType::f16, T>,
+                                       store_weights<mode, DType::bf16, T>, store_weights<mode, DType::f32, T>}};
 template <class T>
-void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, RandomKey key) {
-  const bool half = type == DType::f16;
-  if (mode == WriteBack::copy) store_weights_by<WriteBack::copy, DType::f32>(weight, extra, n, key);
-  if (mode == WriteBack::split) store_weights_by<WriteBack::split, DType::bf16>(weight, extra, n, key);
-  if (mode == WriteBack::kahan) {
-    half ? store_weights_by<WriteBack::kahan, DType::f16>(weight, extra, n, key)
-         : store_weights_by<WriteBack::kahan, DType::bf16>(weight, extra, n, key);
-  }
-  if (mode == WriteBack::stochastic && half) {
-    store_weights_by<WriteBack::stochastic, DType::f16>(weight, extra, n, key);
-  }
-  if (mode == WriteBack::stochastic && type == DType::bf16) {
-    store_weights_by<WriteBack::stochastic, DType::bf16>(weight, extra, n, key);
-  }
-}
+constexpr Weights<T> kWeights = {
+    {nullptr, nullptr, load_weights<WriteBack::split, T>, load_weights<WriteBack::kahan, T>},
+    {{},
+     kStoreAs<T, WriteBack::copy>,
+     kStoreAs<T, WriteBack::split>,
+     kStoreAs<T, WriteBack::kahan>,
+     kStoreAs<T, WriteBack::stochastic>}};
 
-// The order of the types is that of DType.
 template <class T, class Optimizer>
 constexpr StepLoopsOf<T, Optimizer> loops_of() {
   if constexpr (sizeof(T) == sizeof(double)) {
@@ -240,8 +225,6 @@ template <class T>
 constexpr StepLoops<T> kStepLoops = step_loops<T>(AllFunctors<T>{});
 template <class T>
 constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>};
-template <class T>
-constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
 
 }  // namespace
 

@@ -8,31 +8,23 @@
 namespace ampctx::cuda {
 namespace {
 
-// What StepCall::norms points to: room for two norms of each tensor, and then the pieces they come from; and the
-// tickets of the call. The launches for the tables of a call may use the same, one after the other.
-struct LayerNorms {
-  float* norms = nullptr;
-  float* pieces = nullptr;
-  unsigned* tickets = nullptr;
-
-  LayerNorms(const Context& context, const StepCall& call) {
-    if (call.lists.size() == 0) return;
-    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
-    tickets = tickets_for(context);
-  }
-};
-
 enum class Walk { moments, weights, all };
 
-// What a kernel is given besides the table and its share.
+// What a kernel is given besides the table and its share: room for two norms of each tensor, of w and u, and for the
+// pieces they come from. The launches for the tables of a call may use the same, one after the other.
 struct LambParameters {
   StepParameters step;
   Factor global_grad_norm;
   Lamb<float> lamb;
-  LayerNorms norms;  // of w and u
+  float *norms = nullptr, *pieces = nullptr;
+  unsigned* tickets = nullptr;
 
   LambParameters(const Context& context, const StepCall& call, const LambOptions& options)
-      : step(call), global_grad_norm(call.factors[0]), lamb(options), norms(context, call) {}
+      : step(call), global_grad_norm(call.factors[0]), lamb(options) {
+    if (call.lists.size() == 0) return;
+    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
+    tickets = tickets_for(context);
+  }
 };
 
 template <Walk walk, bool rounds, bool extras, bool unscales>
@@ -99,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
-  [[maybe_unused]] const auto store = [to = call.norms.norms](int tensor, int norm, float value) {
+  [[maybe_unused]] const auto store = [to = call.norms](int tensor, int norm, float value) {
     to[int64_t{2} * tensor + norm] = value;
   };
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
@@ -118,15 +110,13 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
         functor.tensor = scalars;
         if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
         if constexpr (walk == Walk::weights) {
-          functor.rate =
-              lamb_rate(lr, call.norms.norms[int64_t{2} * tensor], call.norms.norms[int64_t{2} * tensor + 1]);
+          functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
         }
         walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call.step, functor);
-        if constexpr (walk == Walk::moments)
-          store_partial_sum(table, share, tensor, functor.sum, call.norms.pieces, store);
+        if constexpr (walk == Walk::moments) store_partial_sum(table, share, tensor, functor.sum, call.pieces, store);
       });
   if constexpr (walk == Walk::moments) {
-    finish_norms<2>(table, share, call.norms.pieces, call.norms.tickets, store);
+    finish_norms<2>(table, share, call.pieces, call.tickets, store);
   }
 }
 
@@ -138,7 +128,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
     const auto launch = [&](auto walk) {
       constexpr bool stores = unscales && walk != Walk::weights;
       constexpr auto kernel = &lamb_kernel<walk, rounds, extras, stores, std::decay_t<decltype(table)>>;
-      counts.tickets = walk == Walk::moments ? nullptr : parameters.norms.tickets;  // the last walk advances the counts
+      counts.tickets = walk == Walk::moments ? nullptr : parameters.tickets;  // the last walk advances the counts
       launch_over<kernel>(context, table, parameters, counts);
       parameters.step.skips = {};
     };

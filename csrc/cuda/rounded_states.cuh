@@ -152,7 +152,7 @@ class RoundedTensor {
     float scale[states];
 #pragma unroll
     for (int list = 0; list < Lists::kWalked; ++list) {
-      if (contains(read, list)) load_list(list, raw[list]);
+      if (contains(read, list)) move_list<Load>(list, raw[list]);
     }
 #pragma unroll
     for (int s = 0; s < states; ++s) scale[s] = load_scale(s);
@@ -171,16 +171,13 @@ class RoundedTensor {
       if (is_state(list) || !contains(written, list)) continue;
       Raw raw;
       to_raw(table_.dtype[list], value[list], 0, raw);
-      store_list(list, raw);
+      move_list<Store>(list, raw);
     }
   }
 
-  __device__ __forceinline__ void load_list(int list, Raw& raw) const {
-    move_vector<Load>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
-  }
-
-  __device__ __forceinline__ void store_list(int list, const Raw& raw) const {
-    move_vector<Store>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
+  template <class Move, class Words>
+  __device__ __forceinline__ void move_list(int list, Words& raw) const {
+    move_vector<Move>(base(list), table_.dtype[list], count_ == kVector && is_aligned_, *this, raw);
   }
 
   // The scale of the octet's block, of a state in codes. The thread that will store the new scale reads the old one and
@@ -250,7 +247,7 @@ class RoundedTensor {
   __device__ __forceinline__ void store_state(const uint32_t (&bits)[kVector], float (&value)[kVector]) const {
     Raw raw;
     const float scale = round<state>(bits, value, raw);
-    store_list(2 + state, raw);
+    move_list<Store>(2 + state, raw);
     const bool stores_scale = is_code(table_.dtype[2 + state]) && threadIdx.x % kLanesOfBlock == 0 && count_ > 0;
     if (stores_scale) scales(state)[at_ / kCodeBlock] = scale;
     read_state<state>(raw, scale, value);
