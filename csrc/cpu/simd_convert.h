@@ -137,7 +137,7 @@ struct Vector {
   static void store(const Type& values, BFloat16* to) {
     const Words bits = bits_as<Words>(values), high = bits >> 16;
     const Words rounded = (bits + 0x7fff + (high & 1)) >> 16, nan = high | 0x40;
-    const Words chosen = (bits & 0x7fffffff) <= 0x7f800000 ? rounded : nan;
+    const Words chosen = values == values ? rounded : nan;
     put<streams>(__builtin_convertvector(chosen, Narrow), to);
   }
 #endif
