@@ -155,21 +155,16 @@ def test_rounding_to_16_bits(backend, dtype):
 @pytest.mark.full(but=4)
 @pytest.mark.parametrize("dtypes", combinations(FLOATS, 2), ids=combination_id)
 def test_outputs_larger_than_the_caches(dtypes):
-    """They are written past these: whole memory lines, tensors that begin within a line, and one in its own place."""
+    """They are written past these where types differ: whole memory lines, and tensors that begin within a line."""
     sizes = [17 << 20, 12345, 2048 * 3 + 33]
     big = torch.randn(sizes[0]).to(dtypes[0])
+    big[-1] = torch.inf
     src = [big, *(big[i : i + n].clone() for i, n in enumerate(sizes[1:]))]
     dst = [torch.empty(n + 1, dtype=dtypes[1])[i % 2 : n + i % 2] for i, n in enumerate(sizes)]
     found_inf = torch.zeros(())
     ops.multi_tensor_scale(src, dst, found_inf, 0.3)
     assert_scaled(dst, src, 0.3)
-    assert found_inf == 0
-    if dtypes[0] == dtypes[1]:
-        expected = scaled(big, dtypes[1], 0.5)
-        big[-1] = torch.inf
-        ops.multi_tensor_scale([big], [big], found_inf, 0.5)
-        assert torch.equal(big[:-1], expected[:-1])
-        assert found_inf == 1
+    assert found_inf == 1
 
 
 @pytest.mark.large
@@ -179,9 +174,7 @@ def test_more_than_2_to_the_31_elements(backend):
     tensor = torch.ones(n, dtype=torch.float16, device=backend.device)
     found_inf = backend.flag()
     backend.scale([tensor], [tensor], found_inf, 2.0)
-    assert tensor[0] == 2
-    assert tensor[-1] == 2
-    assert tensor.min() == 2
+    assert tensor.min() == 2 == tensor.max()
     assert found_inf == 0
     tensor[-1] = float("inf")
     backend.scale([tensor], [tensor], found_inf, 2.0)
