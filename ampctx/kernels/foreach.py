@@ -6,7 +6,7 @@ per device and joins them when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class FoundInf:
     norm_again: Tensor | None = None
     update: ops.ScaleUpdate | None = None
     is_updated = False
-    _make = staticmethod(torch.zeros)
+    _make: Callable[..., Tensor] = staticmethod(torch.zeros)
 
     def __init__(self) -> None:
         self.per_device: dict[torch.device, Tensor] = {}
@@ -96,7 +96,7 @@ class Unread(FoundInf):
     """Flags that nobody reads. Ops only raise a flag: on the CPU it is raised, and a clip by 1 has nothing to look for.
     Elsewhere it has no value, as that takes a launch."""
 
-    _make = staticmethod(lambda size, **of: (torch.ones if of["device"].type == "cpu" else torch.empty)(size, **of))
+    _make = staticmethod(lambda n, **k: torch.full(n, 1.0, **k) if k["device"].type == "cpu" else torch.empty(n, **k))
 
 
 Factor = float | PerDevice

@@ -265,7 +265,7 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
         PlannedCall("multi_tensor_scale_clipped", [(params, grads), (params, grads)], (1,)),
     ]
     norm, each = (torch.empty(size, dtype=torch.float32, device=grads[0].device) for size in ((), 0))
-    flag = torch.ones_like(norm) if norm.is_cpu else torch.empty_like(norm)  # as Unread makes it
+    flag = Unread().on(norm.device)
     if not run_once(calls, [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)]):
         return None
     set_each(grads, CLIPPED, norm)
