@@ -1,5 +1,5 @@
-// Arguments of one op call, in their order, and its results. Two sources: torch's dispatcher (owned here) or a plan (owned
-// by the plan). `view_of` reads the tensors of both, through the C shim.
+// Arguments of one op call, in their order, and its results. Two sources: torch's dispatcher (owned here) or a plan
+// (owned by the plan). `view_of` reads the tensors of both, through the C shim.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct View {
   bool is_defined = false;  // not where None stands for a tensor
   bool is_strided = false;  // only then the rest is known
   bool is_contiguous = false;
-  bool has_memory = false;  // its elements, if any, lie within its storage
+  bool has_memory = false;     // its elements, if any, lie within its storage
   bool fills_storage = false;  // which has no others
 };
 
@@ -125,10 +125,8 @@ class Arguments {
     if (lists_) return *lists_->at(next_list_++);
     torch_abi::TensorList& owned = owned_.emplace_back();
     Views& views = views_.emplace_back();
-    torch_abi::take_list(take(), [&](torch_abi::Tensor tensor) {
-      views.push_back(view_of(tensor, is_written));
-      owned.push_back(std::move(tensor));
-    });
+    torch_abi::take_list(take(), [&](torch_abi::Tensor tensor) { owned.push_back(std::move(tensor)); });
+    for (const torch_abi::Tensor& tensor : owned) views.push_back(view_of(tensor, is_written));
     return views;
   }
   View tensor(bool is_written = false) {

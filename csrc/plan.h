@@ -66,7 +66,8 @@ struct CallArguments {
   std::vector<const Views*> lists;
   std::vector<Value> values;
 
-  // A value is a number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything else.
+  // A value is a number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything
+  // else.
   bool take_value(Reader& reader, PyObject* from, Value& value) {
     View& view = value.view;
     if (!PyFloat_Check(from) && !PyLong_Check(from)) return reader.put_into(&view), reader.add(from);
@@ -300,8 +301,8 @@ inline PyObject* run_once(PyObject*, PyObject* given) {
   const PlainGetters guard;
   Reader reader;
   Given to_calls;
-  const Code code = add_calls(state, reader, calls, arguments, to_calls) ? make_calls(state, reader, to_calls, false)
-                                                                         : differs();
+  const Code code =
+      add_calls(state, reader, calls, arguments, to_calls) ? make_calls(state, reader, to_calls, false) : differs();
   return code == kError ? nullptr : PyBool_FromLong(code == kRuns);
 }
 

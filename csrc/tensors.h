@@ -93,12 +93,12 @@ class Reader {
     // Not all at once, so that what torch allocates for a call stays in the cache.
     constexpr Py_ssize_t most = 256;
     for (Py_ssize_t first = 0; fits_ && first < size(); first += most) {
-      current = this;
+      Reader* const outer = std::exchange(current, this);  // a finalizer that runs in the call may read, too
       const Reference done(PyObject_CallFunctionObjArgs(torch.read, items(first, most).get(), nullptr));
-      current = nullptr;
+      current = outer;
       if (!done) return false;
     }
-    return fits_;
+    return fits_ && taken_ == size();
   }
   // The op, of tensors that torch negates or takes for zeros as it reads them, and of all others.
   static void refuse(StableIValue* stack, uint64_t, uint64_t) {
@@ -117,6 +117,7 @@ class Reader {
   Reference list_{PyList_New(0)};
   std::vector<Range> ranges_;
   size_t range_ = 0, next_ = 0;  // where the next tensor's view goes
+  Py_ssize_t taken_ = 0;
   bool fits_ = true;
 };
 
@@ -164,7 +165,9 @@ class PlainGetters {
 
 // Whether a plan runs; kError: with an exception set.
 enum Code { kError = -1, kRuns, kDiffers };
-inline Code differs() { return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception) ? kError : (PyErr_Clear(), kDiffers); }
+inline Code differs() {
+  return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception) ? kError : (PyErr_Clear(), kDiffers);
+}
 
 // How to find the tensors again. kList: this list. kGrads: `.grad` of these parameters. kEntries: dict[key] of these
 // dicts, looked up anew because state_dict or offload may replace entries.
@@ -174,9 +177,9 @@ struct Column {
   From from;
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
   bool is_written = false, is_sharded = false;
-  Views views{};                   // as they were in the last run; of DTensors those of this rank's parts
+  Views views{};                    // as they were in the last run; of DTensors those of this rank's parts
   std::vector<uint64_t> layouts{};  // layout_number of each
-  std::vector<Reference> specs{};  // of DTensors, null for others
+  std::vector<Reference> specs{};   // of DTensors, null for others
   // Of this run: where the reader has its tensors, whether the caller keeps gradients that parameters lose, so that no
   // other code may write to their memory, and the DTensors that the tensors are parts of.
   Py_ssize_t first = 0;
@@ -187,8 +190,7 @@ struct Column {
   size_t size() const { return views.size(); }
 
   // Whether a tensor is as the last run's, except for a gradient's address.
-  bool fits(size_t i, const View& view) const {
-    const View& former = views[i];
+  bool fits(const View& former, const View& view, size_t i) const {
     return view.numel == former.numel && view.dtype == former.dtype && view.device == former.device &&
            layout_number(view) == layouts[i] &&
            (is_grads() ? !is_kept || view.fills_storage : view.data == former.data);
@@ -211,9 +213,15 @@ inline void Reader::take(StableIValue* stack, uint64_t, uint64_t) {
     if (!reader) return;  // somebody else calls the op
     while (reader->next_ == reader->ranges_[reader->range_].count) ++reader->range_, reader->next_ = 0;
     const Range& range = reader->ranges_[reader->range_];
-    const View view = view_of(tensor, true);
-    reader->fits_ &= is_readable(view) && (!range.column || range.column->fits(reader->next_, view));
-    range.views[reader->next_++] = view;
+    View& view = range.views[reader->next_++];
+    try {
+      const View now = view_of(tensor, true);
+      reader->fits_ &= is_readable(now) && (!range.column || range.column->fits(view, now, reader->next_ - 1));
+      view = now;
+    } catch (const std::exception&) {  // torch does not tell of nested tensors
+      reader->fits_ = false;
+    }
+    ++reader->taken_;
   });
 }
 

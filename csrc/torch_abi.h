@@ -184,7 +184,7 @@ class Tensor {
 
 using TensorList = std::vector<Tensor>;
 
-// Calls `take` with each tensor of a list.
+// Calls `take`, which must not throw, with each tensor of a list.
 template <class Take>
 void take_list(StableIValue argument, const Take& take) {
   const Owned<StableListOpaque> list(reinterpret_cast<StableListHandle>(argument));

@@ -37,7 +37,6 @@ if sys.platform != "linux":
 
 # Those that plans read; none has a `grad` that torch does not store.
 PLAIN_TYPES: list[type] = [Tensor, torch.nn.Parameter]
-_DEFINITIONS: list[torch.library.Library] = []  # torch forgets ops whose library is gone
 
 
 class LateKernels(NamedTuple):
@@ -159,16 +158,15 @@ def _open(path: Path) -> Any:
 
 def _reads_python(library: Any, namespace: str) -> bool:
     """Defines the op that hands tensors to C, and tells C what it needs of Python."""
-    definition = torch.library.Library(namespace, "FRAGMENT")
-    definition.define("read(Tensor[] tensors) -> ()")
-    definition.impl("read", torch.library.fallthrough_kernel, "Autograd")
-    _DEFINITIONS.append(definition)
+    library.definition = torch.library.Library(namespace, "FRAGMENT")  # kept: torch forgets the op with it
+    library.definition.define("read(Tensor[] tensors) -> ()")
+    library.definition.impl("read", torch.library.fallthrough_kernel, "Autograd")
     _register(library, "read", namespace)
     # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
     version: Any = Tensor._version
     getters = Tensor.grad, version, increment_version, PLAIN_TYPES, torch._C.DisableTorchFunctionSubclass
-    read = getattr(torch.ops, namespace).read.default
-    return bool(library.use_python(read, *getters, torch.empty(0, device="cpu").data_ptr))
+    address_of, read = torch.empty(0, device="cpu").data_ptr, getattr(torch.ops, namespace).read.default
+    return bool(library.use_python(read, *getters, address_of))
 
 
 def _register(library: Any, backend: str, namespace: str) -> None:
