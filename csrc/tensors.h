@@ -102,8 +102,7 @@ class Reader {
   }
   // The op, of tensors that torch negates or takes for zeros as it reads them, and of all others.
   static void refuse(StableIValue* stack, uint64_t, uint64_t) {
-    torch_abi::take_list(*stack, [](const torch_abi::Tensor&) {});
-    if (current) current->fits_ = false;
+    torch_abi::take_list(*stack, [](const torch_abi::Tensor&) {});  // `read` misses them
   }
   static void take(StableIValue* stack, uint64_t, uint64_t);
 

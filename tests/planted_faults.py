@@ -137,8 +137,8 @@ FAULTS = [
         "tests/optimizers/test_optimizer_habits.py tests/reliability/test_written_by_others.py",
     ),
     Fault(
-        "a plan reads a negated tensor as it lies", "csrc/tensors.h",
-        "if (current) current->fits_ = false;", "", f"{ROWS}fuzz_programs.py",
+        "a plan reads a negated tensor as it lies", "csrc/library.cpp",
+        'add("Negative", Reader::refuse)', 'add("Negative", Reader::take)', f"{ROWS}fuzz_programs.py",
     ),
     Fault(
         "a plan reads between the elements of a tensor", "csrc/tensors.h",
