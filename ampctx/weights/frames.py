@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
+from ampctx._plan import PLANS
 from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
@@ -31,7 +32,7 @@ from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.kernels.tensor_loops import all_there, grad_of, stored_grad
 from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.pending import Pending
+from ampctx.weights.pending import Pending, fills_its_storage, new_grads
 
 Grads = dict[Tensor, Tensor]
 # Those of all optimizers under amp.
@@ -160,8 +161,7 @@ class Frames:
         frame, masters = self.frames[-1], self._masters
         factor = frame.inv_scale if inv_scale is None else inv_scale
         is_alone = len(self.frames) == 1 and not (frame.stash or frame.is_window or done is not None)
-        is_usual = is_alone and (masters.takes_pending or not masters.pairs)
-        is_usual = is_usual and masters.place.pending is None and masters.have_no_grads()
+        is_usual = PLANS and is_alone and masters.place.pending is None and masters.have_no_grads()
         if self.plan is not None:
             if is_usual and self.plan.leaves is masters.leaves:
                 try:
@@ -180,7 +180,7 @@ class Frames:
         before, self.plan = list(map(grad_of, masters.leaves)), None
         with ops.noted() as calls:
             self._leave_plainly(frame, factor, found_inf, done, check_before)
-        self.plan = frame_plan(masters, calls, before, masters.place.pending) if calls else None
+        self.plan = frame_plan(masters, calls, before, factor, masters.place.pending) if calls else None
         return None
 
     def _leave_plainly(
@@ -252,11 +252,10 @@ class Frames:
             params, given, masters = (list(compress(each, there)) for each in (params, given, masters))
         if not params:
             return [], [], {}, None
-        place = self._masters.place
+        place, last = self._masters.place, not self._masters.params_without_master
         may_wait = self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
-        if may_wait and self._masters.have_no_grads() and all(map(_fills_its_storage, given)):
-            last = not self._masters.params_without_master
+        if may_wait and self._masters.have_no_grads() and all(map(fills_its_storage, given)):
             return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
@@ -271,10 +270,10 @@ class Frames:
                     total = master.grad = total.to_dense()
                 sums.append((grad, total))
         if fresh:
-            # In the layout of the gradient, so that the kernels can read both in memory order.
-            wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
-            foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
-            grads.update(zip([master for master, _ in fresh], wide, strict=True))
+            masters, given = map(list, zip(*fresh, strict=True))
+            wide = new_grads(masters, given)
+            foreach.scale(given, wide, found_inf, factor, last and not sums)
+            grads.update(zip(masters, wide, strict=True))
         return params, sums, grads, None
 
     def _of_params(
@@ -406,13 +405,9 @@ class Frames:
         self.incomplete = self.stepped = False
 
 
-def _fills_its_storage(t: Tensor) -> bool:
-    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
-
-
 def _own(t: Tensor) -> Tensor:
     """``t``, or a copy if it may be a view into a gradient bucket: the next backward would overwrite it."""
-    return t if not is_distributed() and _fills_its_storage(t) else t.clone()
+    return t if not is_distributed() and fills_its_storage(t) else t.clone()
 
 
 def _place_of(t: Tensor) -> Any:

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ampctx.kernels.foreach import Unread
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import advanced, as_before, changed, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
+from ampctx.kernels.tensor_loops import dtype_of, store_grads, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
 from ampctx.weights.store import resynced
@@ -490,9 +491,7 @@ class MasterParams:
         if self.place.pending is not None:
             self.place.pending.drop()
         if self.pairs and self.place.has_grads and not self.have_no_grads():
-            for master in self.masters:
-                if stored_grad(master) is not None:
-                    master.grad = None
+            store_grads(self.masters, repeat(None))
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

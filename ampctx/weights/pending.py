@@ -187,11 +187,7 @@ class Pending:
     @torch.no_grad()
     def write(self) -> None:
         """Writes the unscaled fp32 gradient of each master. Adds one that autograd has meanwhile written there."""
-        # In the layout of the gradient, so that the kernels can read both in memory order.
-        wide = [
-            torch.empty_like(g, dtype=m.dtype, requires_grad=False)
-            for m, g in zip(self.masters, self.values, strict=True)
-        ]
+        wide = new_grads(self.masters, self.values)
         foreach.scale(self.values, wide, Unread(), self.inv_scale)
         self.place.has_grads = True
         if self.clipped_from is not None:
@@ -205,6 +201,16 @@ class Pending:
         self.place.pending = None
         self.masters, self.values = [], []
         self.__dict__.pop("grads", None)
+
+
+def fills_its_storage(t: Tensor) -> bool:
+    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
+
+
+def new_grads(masters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors for the gradients of masters, in the layout of the given ones, so that the kernels can read both in
+    memory order."""
+    return [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)]
 
 
 def has_grad(p: Tensor) -> bool:
