@@ -349,16 +349,12 @@ def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: s
     return (joined ** (1 / order)).to(norm.dtype)
 
 
-def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
-    if isinstance(max_norm, Tensor):
-        max_norm = move(max_norm, norm.device)
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
 def _scale_down(grads: Sequence[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
     if norm.dtype == torch.float32 and not isinstance(max_norm, Tensor):
         return foreach.scale(grads, grads, Unread(), Clipped(1.0, norm, max_norm))
-    coefficient = _coefficient(max_norm, norm)
+    if isinstance(max_norm, Tensor):
+        max_norm = move(max_norm, norm.device)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # The ops accept an fp64 factor only on the CPU.
     if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()

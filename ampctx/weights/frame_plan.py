@@ -5,6 +5,8 @@ It serves one open block without gradients from before, on one device. Anything 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Plan, PlannedCall, make_plan
+from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.tensor_loops import all_there, clear_grads, dtype_of, same_items, store_grads, stored_grad
 from ampctx.weights.masters import MasterParams
@@ -21,8 +23,6 @@ from ampctx.weights.pending import Pending, fills_its_storage, new_grads
 
 _SCALE, _NORM = "multi_tensor_scale", "multi_tensor_unscale_l2norm"
 _UPDATE = "_and_update"
-# Of an op call: its name, the parameters whose gradients it reads, and their masters, if it makes new gradients for them.
-Call = tuple[str, list[Tensor], list[Tensor]]
 
 
 def frame_plan(
@@ -30,94 +30,90 @@ def frame_plan(
 ) -> FramePlan | None:
     """The plan of ``calls``, made on the ``grads`` of the leaves, in their order. ``made``: the pending gradients that
     came of them."""
-    # Where the factor is 1 plain code does not look at other gradients.
     leaves = masters.params_with_master if factor == 1.0 else masters.leaves
     if masters.has_sharded and (factor == 1.0 or may_arrive_as_sums(leaves)):
         return None
     there = [(p, grad) for p, grad in zip(leaves, grads, strict=False) if grad is not None]
+    without = [p for p, grad in zip(leaves, grads, strict=False) if grad is None]
     # By the gradient, or this rank's part of it.
     leaf_of = {id(part): pair for part, pair in zip(local([grad for _, grad in there]), there, strict=True)}
     if len(leaf_of) < len(there):
         return None  # parameters share a gradient, and the next block may give each its own
     planned: list[PlannedCall] = []
-    steps: list[Call] = []
-    views: list[Tensor] = []
+    givers: list[Tensor] = []
+    takers: Sequence[Tensor] = [] if made is None else made.masters
+    view, device = None, calls[0].lists[0][0].device
     for op, (src, *dst), _ in calls:
         ids, expected = list(map(id, src)), _SCALE if made is None or planned else _NORM
-        if op.removesuffix(_UPDATE) != expected or not leaf_of.keys() >= set(ids):
+        if op.removesuffix(_UPDATE) != expected or not leaf_of.keys() >= set(ids) or src[0].device != device:
             return None  # copies of gradients, or sums
         params, whole = map(list, zip(*map(leaf_of.pop, ids), strict=True))
-        takers: list[Tensor] = []
+        columns: list[Column] = [(params, whole)] * (1 + len(dst))
         if dst and not same_items(src, *dst):
-            takers = [master for _, master in masters.pairs_of(params)]
-            views += [p for p, grad in zip(params, whole, strict=True) if not fills_its_storage(grad)]
-            if not same_items(list(map(stored_grad, takers)), *dst):
+            givers, takers, columns[1] = params, [master for _, master in masters.pairs_of(params)], None
+            view = next((i for i, grad in enumerate(whole) if not fills_its_storage(grad)), None)
+            may_wait = masters.takes_pending and view is None
+            if planned or may_wait or not same_items(list(map(stored_grad, takers)), *dst):
                 return None
-        columns = [(params, whole), *(None if takers else (params, whole) for _ in dst)]
-        planned.append(PlannedCall(op, columns, (1,) if dst and not takers else ()))
-        steps.append((op, params, takers))
-    without = [p for p, grad in zip(leaves, grads, strict=False) if grad is None]
+        planned.append(PlannedCall(op, columns, (1,) if dst and givers is not params else ()))
     plan = None if leaf_of else make_plan([], planned, idle=without)
-    return None if plan is None else FramePlan(plan, masters, steps, views, factor == 1.0, made)
+    if plan is None:
+        return None
+    kind = op.endswith(_UPDATE), factor == 1.0 and list(map(dtype_of, masters.params_without_master))
+    return FramePlan(plan, len(calls), masters, masters.leaves, device, kind, givers, takers, view)
 
 
+@dataclass(eq=False)
 class FramePlan:
     """Attributes:
-    leaves: the list of leaves that it is for.
+    masters, leaves: what it is for.
+    kind: whether the last call updates the scale; and, if the factor is 1, so that nobody looks at the gradients of
+        parameters without master, the dtypes of these parameters.
+    givers, takers: the parameters and masters of the first call. Without givers the gradients are pending.
+    view: the place of a gradient in memory that other code may write to, so that it cannot be pending.
     """
 
-    def __init__(
-        self, plan: Plan, masters: MasterParams, calls: list[Call], views: list[Tensor], is_one: bool, made: Pending | None
-    ) -> None:
-        self._plan, self._calls, self.leaves, self._place = plan, calls, masters.leaves, masters.place
-        self._device = calls[0][1][0].device
-        self._kind = calls[-1][0].endswith(_UPDATE), is_one
-        self._masters = None if made is None else made.masters
-        # Whose gradients it does not see.
-        self._others = masters.params_without_master if is_one else []
-        self._dtypes = list(map(dtype_of, self._others))
-        # Why gradients do not wait for an optimizer that reads them: they lie in memory that other code may write to.
-        self._views = views[:1] if masters.takes_pending else []
+    plan: Plan
+    calls: int
+    masters: MasterParams
+    leaves: list[Tensor]
+    device: torch.device
+    kind: tuple[bool, bool | list[torch.dtype]]
+    givers: list[Tensor]
+    takers: Sequence[Tensor]
+    view: int | None
 
-    def leave(self, factor: Factor, found_inf: FoundInf) -> tuple[bool, Pending | None]:
-        """Ends the frame: whether it has, and the pending gradients. Where it has not, nothing has changed. No host
-        sync."""
-        update, device, differs = found_inf.update, self._device, (False, None)
-        is_usual = self._kind == (update is not None, factor == 1.0) and not any(map(_may_wait, self._views))
-        if not is_usual or ops.is_watched() or list(map(dtype_of, self._others)) != self._dtypes:
-            return differs
+    def leave(self, factor: Factor, found_inf: FoundInf) -> bool:
+        """Ends the frame: whether it has. Where it has not, nothing has changed. No host sync."""
+        update, masters, device = found_inf.update, self.masters, self.device
+        kind = update is not None, factor == 1.0 and list(map(dtype_of, masters.params_without_master))
+        if kind != self.kind or ops.is_watched():
+            return False
         flag, inv_scale = found_inf.on(device), factor.on(device) if isinstance(factor, PerDevice) else factor
-        norms: list[Tensor] = []
-        new: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
-        arguments: list[tuple[Any, ...]] = []
-        for op, params, takers in self._calls:
-            ends = update if op.endswith(_UPDATE) and update is not None else ()
-            if op.startswith(_NORM):
-                each = torch.empty(len(params), dtype=torch.float32, device=device)
-                norms = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]
-                arguments.append((flag, inv_scale, True, *ends, *norms))
-            else:
-                if takers:
-                    if not all_there(given := list(map(stored_grad, params))):
-                        return differs
-                    new.append((params, takers, new_grads(takers, given)))
-                arguments.append((*(new[-1][2:] if takers else ()), flag, inv_scale, *ends))
-        grads = self._plan.run([], arguments, may_share=False, takes=self._masters is not None)
+        arguments: list[tuple[Any, ...]] = [(flag, inv_scale)] * self.calls
+        arguments[-1] += tuple(update or ())
+        new: list[Tensor] = []
+        if self.givers:
+            given = list(map(stored_grad, self.givers))
+            if not all_there(given) or (self.view is not None and fills_its_storage(given[self.view])):
+                return False
+            arguments[0] = (new := new_grads(self.takers, given), *arguments[0])
+        elif self.takers:
+            each, ends = torch.empty(len(self.takers), dtype=torch.float32, device=device), arguments[0][2:]
+            new = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]
+            arguments[0] = (flag, inv_scale, True, *ends, *new)
+        grads = self.plan.run([], arguments, may_share=False, takes=not self.givers)
         if grads is None:
-            return differs
-        for params, takers, wide in new:
-            clear_grads(params)
-            store_grads(takers, wide)
-            self._place.has_grads = True
+            return False
         if update is not None:
             found_inf.update, found_inf.is_updated = None, True
             ops.wrote(update[:3])
-        if self._masters is None:
-            return True, None
-        total, each, *again = norms
-        every = range(len(self._masters))
-        return True, Pending(self._masters, self._place, grads[0], factor, total, [(every, each)], *again)
-
-
-def _may_wait(p: Tensor) -> bool:
-    return (grad := stored_grad(p)) is None or fills_its_storage(grad)
+        if self.givers:
+            clear_grads(self.givers)
+            store_grads(self.takers, new)
+            masters.place.has_grads = True
+        elif self.takers:
+            total, each, *again = new
+            norms: list[tuple[Sequence[int], Tensor]] = [(range(len(each)), each)]
+            masters.place.pending = Pending(self.takers, masters.place, grads[0], factor, total, norms, *again)
+        return True

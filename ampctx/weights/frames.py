@@ -165,10 +165,8 @@ class Frames:
         if self.plan is not None:
             if is_usual and self.plan.leaves is masters.leaves:
                 try:
-                    has_left, pending = self.plan.leave(factor, found_inf)
-                    if has_left:
-                        if pending is not None:
-                            masters.place.pending = self.checked = pending
+                    if self.plan.leave(factor, found_inf):
+                        self.checked = masters.place.pending or self.checked
                         self.frames.pop()
                         return
                 except BaseException:
@@ -243,8 +241,6 @@ class Frames:
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], dict[Tensor, Tensor | None], Pending | None]:
         """Turns the gradients of 16-bit weights into: the weights; (gradient, fp32 sum to add it to); new gradients
         by master; or pending ones."""
-        if not self._masters.pairs:
-            return [], [], {}, None
         params, masters = self._masters.params_with_master, self._masters.masters
         given: list[Any] = list(map(grad_of, params))
         if not all_there(given):
@@ -385,8 +381,7 @@ class Frames:
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()
-        for p in self._masters.leaves:
-            p.grad = None
+        tensor_loops.clear_grads(self._masters.leaves)
         self._masters.drop_grads()
         self.forget()
 
