@@ -342,7 +342,7 @@ class OptimizerBinding:
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, reference = self.given, self.gradients.checked, weakref.ref(self)
+            step, checked, reference = self.given, self.masters.place.checked, weakref.ref(self)
             scales, flags.scales_used = flags.scales_used, {}
             outcome = self.steps.left_to_device(
                 flags.by_loss,
@@ -354,7 +354,7 @@ class OptimizerBinding:
                 external=former.get("found_inf") is not None,
                 counts=step.counts,
             )
-            self.gradients.checked, self.given = None, _NOTHING
+            self.given = _NOTHING
             self.masters.drop_grads()
             if not takes:
                 self._take_back(former)
@@ -394,7 +394,7 @@ class OptimizerBinding:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
         norm = self._grad_norm(self.gradients.pending if losses else None)
-        self.gradients.drop_master_grads()
+        self.masters.drop_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()

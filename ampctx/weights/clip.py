@@ -185,12 +185,9 @@ def _clip(
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
-    if (
-        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
-        and process_group is None
-        and order == 2.0
-        and (norm := _clipped_by_plan(found, max_norm)) is not None
-    ):
+    is_usual = order == 2.0 and process_group is None
+    is_usual = is_usual and not (in_graph or pending or are_sharded or error_if_nonfinite)
+    if is_usual and not isinstance(max_norm, Tensor) and (norm := _clipped_by_plan(found, max_norm)) is not None:
         return norm
     touched = _without(pending, found)
     norms = [each.norm() for each in pending]

@@ -115,5 +115,6 @@ class FramePlan:
         elif self.takers:
             total, each, *again = new
             norms: list[tuple[Sequence[int], Tensor]] = [(range(len(each)), each)]
-            masters.place.pending = Pending(self.takers, masters.place, grads[0], factor, total, norms, *again)
+            made = Pending(self.takers, masters.place, grads[0], factor, total, norms, *again)
+            masters.place.pending = masters.place.checked = made
         return True

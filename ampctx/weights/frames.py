@@ -35,6 +35,9 @@ from ampctx.weights.masters import MasterParams
 from ampctx.weights.pending import Pending, fills_its_storage, new_grads
 
 Grads = dict[Tensor, Tensor]
+# See ``Frames.leave``.
+Done = set[Any] | None
+Check = Callable[[], bool]
 # Those of all optimizers under amp.
 ALIVE: weakref.WeakSet[Frames] = weakref.WeakSet()
 
@@ -65,7 +68,6 @@ class Frames:
 
     Attributes:
         frames: the open ones, the lowest first.
-        checked: the latest pending gradients, even if they have been materialized since.
         incomplete: an exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new.
         stepped: there was a step since gradients were zeroed. A skipped one may have left inf or nan in ``.grad``.
         plan: ends usual blocks. It sees when dtypes or devices of gradients change.
@@ -75,7 +77,6 @@ class Frames:
         self._masters = masters
         ALIVE.add(self)
         self.frames: list[Frame] = []
-        self.checked: Pending | None = None
         self.incomplete = self.stepped = False
         self.plan: FramePlan | None = None
 
@@ -146,11 +147,7 @@ class Frames:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
 
     def leave(
-        self,
-        found_inf: FoundInf,
-        done: set[Any] | None = None,
-        check_before: Callable[[], bool] = bool,
-        inv_scale: Factor | None = None,
+        self, found_inf: FoundInf, done: Done = None, check_before: Check = bool, inv_scale: Factor | None = None
     ) -> None:
         """Ends the innermost frame: unscales its gradients, checks them, and adds them to the sum of scale 1.
 
@@ -166,7 +163,6 @@ class Frames:
             if is_usual and self.plan.leaves is masters.leaves:
                 try:
                     if self.plan.leave(factor, found_inf):
-                        self.checked = masters.place.pending or self.checked
                         self.frames.pop()
                         return
                 except BaseException:
@@ -182,12 +178,7 @@ class Frames:
         return None
 
     def _leave_plainly(
-        self,
-        frame: Frame,
-        factor: Factor,
-        found_inf: FoundInf,
-        done: set[Any] | None,
-        check_before: Callable[[], bool],
+        self, frame: Frame, factor: Factor, found_inf: FoundInf, done: Done, check_before: Check
     ) -> None:
         nested, base = len(self.frames) > 1, self.frames[0].stash
         # New tensors only: an exception here leaves the sums as they were.
@@ -206,7 +197,7 @@ class Frames:
             for t, grad in (*of_masters.items(), *of_params.items()):
                 t.grad = grad
             if pending is not None:
-                self._masters.place.pending = self.checked = pending
+                self._masters.place.pending = self._masters.place.checked = pending
             self.frames.pop()
         except BaseException:
             self.incomplete = True
@@ -273,13 +264,7 @@ class Frames:
         return params, sums, grads, None
 
     def _of_params(
-        self,
-        factor: Factor,
-        found_inf: FoundInf,
-        done: set[Any] | None,
-        check_before: Callable[[], bool],
-        base: Grads,
-        last: bool,
+        self, factor: Factor, found_inf: FoundInf, done: Done, check_before: Check, base: Grads, last: bool
     ) -> dict[Tensor, Tensor | None]:
         """The new gradients of the parameters without masters: ``grad * factor`` plus that of ``base``. Scales the
         gradients of the frame in place."""
@@ -351,7 +336,7 @@ class Frames:
         return not have_no_grads(self._masters.params_with_master)
 
     @torch.no_grad()
-    def collect(self, check_before: Callable[[], bool] = bool, inv_scale: Factor | None = None) -> FoundInf:
+    def collect(self, check_before: Check = bool, inv_scale: Factor | None = None) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
 
         ``inv_scale``: in place of the window's. Returns the flags of the checked gradients.
@@ -373,11 +358,6 @@ class Frames:
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
-    def drop_master_grads(self) -> None:
-        """Drops the gradients of the masters, which a step has used or skipped."""
-        self.checked = None
-        self._masters.drop_grads()
-
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()
@@ -390,7 +370,7 @@ class Frames:
         tensor_loops.clear_grads(self._masters.params_with_master)
         if self._masters.place.pending is not None:
             self._masters.place.pending.drop()
-        self.checked = None
+        self._masters.place.checked = None
         if self.window is not None:
             self.frames.clear()
         for frame in self.frames:

@@ -487,7 +487,8 @@ class MasterParams:
         return not self.place.has_grads
 
     def drop_grads(self) -> None:
-        """Sets ``grad`` of masters to None, pending gradients included."""
+        """Drops the gradients of masters, which a step has used or skipped, pending ones included."""
+        self.place.checked = None
         if self.place.pending is not None:
             self.place.pending.drop()
         if self.pairs and self.place.has_grads and not self.have_no_grads():

@@ -28,11 +28,13 @@ _GRAD: Any = torch.Tensor.grad
 class Place:
     """The holder of the pending gradients of one optimizer's masters, or of None.
 
-    ``has_grads``: a master may have a gradient of its own. Then none is pending.
+    ``checked``: the latest ones, even if they have been materialized since. ``has_grads``: a master may have a gradient
+    of its own. Then none is pending.
     """
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
+        self.checked: Pending | None = None
         self.has_grads = True
         self._lock = threading.Lock()
 
@@ -192,9 +194,8 @@ class Pending:
         self.place.has_grads = True
         if self.clipped_from is not None:
             tensor_loops.set_each(wide, "norm_before_clipping", self.clipped_from)
-        for master, grad in zip(self.masters, wide, strict=True):
-            there = stored_grad(master)
-            _GRAD.__set__(master, grad if there is None else grad + there)
+        there = map(stored_grad, self.masters)
+        tensor_loops.store_grads(self.masters, (g if t is None else g + t for g, t in zip(wide, there, strict=True)))
 
     def drop(self) -> None:
         """Forgets the gradients. The norms stay, to name the non-finite ones."""
