@@ -19,7 +19,7 @@ from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.tensor_loops import all_there, clear_grads, dtype_of, same_items, store_grads, stored_grad
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.pending import Pending, fills_its_storage, new_grads
+from ampctx.weights.pending import Pending, fills_its_storage, new_grad
 
 _SCALE, _NORM = "multi_tensor_scale", "multi_tensor_unscale_l2norm"
 _UPDATE = "_and_update"
@@ -97,7 +97,7 @@ class FramePlan:
             given = list(map(stored_grad, self.givers))
             if not all_there(given) or (self.view is not None and fills_its_storage(given[self.view])):
                 return False
-            arguments[0] = (new := new_grads(self.takers, given), *arguments[0])
+            arguments[0] = (new := list(map(new_grad, given)), *arguments[0])
         elif self.takers:
             each, ends = torch.empty(len(self.takers), dtype=torch.float32, device=device), arguments[0][2:]
             new = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]

@@ -32,7 +32,7 @@ from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.kernels.tensor_loops import all_there, grad_of, stored_grad
 from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.pending import Pending, fills_its_storage, new_grads
+from ampctx.weights.pending import Pending, fills_its_storage, new_grad
 
 Grads = dict[Tensor, Tensor]
 # See ``Frames.leave``.
@@ -118,9 +118,8 @@ class Frames:
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
-        here = {}
-        if not is_clear and not have_no_grads(leaves):
-            here = {p: g for p in leaves if (g := p.grad) is not None}
+        is_clear = is_clear or have_no_grads(leaves)
+        here = {} if is_clear else {p: g for p in leaves if (g := p.grad) is not None}
         window = self.frames[0] if self.frames and self.frames[0].is_window else None
         if window is None:
             # First, so that abandon() can put them back.
@@ -237,10 +236,8 @@ class Frames:
         if not all_there(given):
             there = [grad is not None for grad in given]
             params, given, masters = (list(compress(each, there)) for each in (params, given, masters))
-        if not params:
-            return [], [], {}, None
         place, last = self._masters.place, not self._masters.params_without_master
-        may_wait = self._masters.takes_pending and not nested and place.pending is None
+        may_wait = len(params) > 0 and self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
         if may_wait and self._masters.have_no_grads() and all(map(fills_its_storage, given)):
             return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
@@ -258,7 +255,7 @@ class Frames:
                 sums.append((grad, total))
         if fresh:
             masters, given = map(list, zip(*fresh, strict=True))
-            wide = new_grads(masters, given)
+            wide = list(map(new_grad, given))
             foreach.scale(given, wide, found_inf, factor, last and not sums)
             grads.update(zip(masters, wide, strict=True))
         return params, sums, grads, None

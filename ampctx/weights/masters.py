@@ -491,7 +491,7 @@ class MasterParams:
         self.place.checked = None
         if self.place.pending is not None:
             self.place.pending.drop()
-        if self.pairs and self.place.has_grads and not self.have_no_grads():
+        if self.pairs and self.place.has_grads:
             store_grads(self.masters, repeat(None))
 
 

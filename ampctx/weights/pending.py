@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,8 @@ from ampctx.kernels.tensor_loops import stored_grad
 
 # torch's attribute, below the property of the same name; ``stored_grad`` reads it.
 _GRAD: Any = torch.Tensor.grad
+# Makes the fp32 gradient of a master, in the layout of the given one, so that kernels can read both in memory order.
+new_grad = partial(torch.empty_like, dtype=torch.float32, requires_grad=False)
 
 
 class Place:
@@ -189,7 +191,7 @@ class Pending:
     @torch.no_grad()
     def write(self) -> None:
         """Writes the unscaled fp32 gradient of each master. Adds one that autograd has meanwhile written there."""
-        wide = new_grads(self.masters, self.values)
+        wide = list(map(new_grad, self.values))
         foreach.scale(self.values, wide, Unread(), self.inv_scale)
         self.place.has_grads = True
         if self.clipped_from is not None:
@@ -206,12 +208,6 @@ class Pending:
 
 def fills_its_storage(t: Tensor) -> bool:
     return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
-
-
-def new_grads(masters: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors for the gradients of masters, in the layout of the given ones, so that the kernels can read both in
-    memory order."""
-    return [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)]
 
 
 def has_grad(p: Tensor) -> bool:
