@@ -180,9 +180,9 @@ class OptimizerBinding:
         """Takes over what happened outside blocks: changed groups, written weights, plain backwards. No host sync."""
         self._catch_up(weights_final=False)  # a broadcast of weights may come before the first block
 
-    def _catch_up(self, weights_final: bool, gradients: bool = True, before_step: bool = False) -> None:
+    def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.follow_groups()
-        self.masters.resync(before_step)
+        self.masters.resync(may_wait=True)
         if self.masters.unsure:
             self.masters.take_broadcast(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
@@ -237,7 +237,7 @@ class OptimizerBinding:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
         no block has checked: with or without these, because ranks may differ in that."""
         if self.gradients.frames or not self.masters.is_as_before(weights=True):
-            self._catch_up(weights_final=True, before_step=True)
+            self._catch_up(weights_final=True)
         if len(LOADED):
             LOADED.clear()
         if self.log.verbosity > 0 and (names := self.masters.written_through_data()):

@@ -355,12 +355,12 @@ class MasterParams:
         return self.ahead not in (0, threading.get_ident())
 
     @without_grad
-    def resync(self, before_step: bool = False) -> None:
+    def resync(self, may_wait: bool = False) -> None:
         """Lets masters and weights agree again, at a block, a step or a read of masters. Of what was written since they
         did: where a weight is not the rounded master, the master takes its value; where only the master was written,
-        the weight is rounded again. ``before_step``: that may wait, as the step or the next forward rounds.
+        the weight is rounded again. ``may_wait``: that may wait, as the step or the next forward rounds.
         """
-        is_idle = before_step and not (self.ahead or self.unsure)
+        is_idle = may_wait and not (self.ahead or self.unsure)
         if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
             return
         with self.lock:
