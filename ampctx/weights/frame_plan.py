@@ -52,21 +52,21 @@ def frame_plan(
         if dst and not same_items(src, *dst):
             givers, takers, columns[1] = params, [master for _, master in masters.pairs_of(params)], None
             view = next((i for i, grad in enumerate(whole) if not fills_its_storage(grad)), None)
-            may_wait = masters.takes_pending and view is None
-            if planned or may_wait or not same_items(list(map(stored_grad, takers)), *dst):
+            is_known = view is not None or not masters.takes_pending  # why these gradients did not wait
+            if planned or not is_known or not same_items(list(map(stored_grad, takers)), *dst):
                 return None
         planned.append(PlannedCall(op, columns, (1,) if dst and givers is not params else ()))
     plan = None if leaf_of else make_plan([], planned, idle=without)
     if plan is None:
         return None
     kind = op.endswith(_UPDATE), factor == 1.0 and list(map(dtype_of, masters.params_without_master))
-    return FramePlan(plan, len(calls), masters, masters.leaves, device, kind, givers, takers, view)
+    return FramePlan(plan, len(calls), masters.leaves, device, kind, givers, takers, view)
 
 
 @dataclass(eq=False)
 class FramePlan:
     """Attributes:
-    masters, leaves: what it is for.
+    leaves: the list of leaves that it is for.
     kind: whether the last call updates the scale; and, if the factor is 1, so that nobody looks at the gradients of
         parameters without master, the dtypes of these parameters.
     givers, takers: the parameters and masters of the first call. Without givers the gradients are pending.
@@ -75,7 +75,6 @@ class FramePlan:
 
     plan: Plan
     calls: int
-    masters: MasterParams
     leaves: list[Tensor]
     device: torch.device
     kind: tuple[bool, bool | list[torch.dtype]]
@@ -83,9 +82,9 @@ class FramePlan:
     takers: Sequence[Tensor]
     view: int | None
 
-    def leave(self, factor: Factor, found_inf: FoundInf) -> bool:
+    def leave(self, masters: MasterParams, factor: Factor, found_inf: FoundInf) -> bool:
         """Ends the frame: whether it has. Where it has not, nothing has changed. No host sync."""
-        update, masters, device = found_inf.update, self.masters, self.device
+        update, device = found_inf.update, self.device
         kind = update is not None, factor == 1.0 and list(map(dtype_of, masters.params_without_master))
         if kind != self.kind or ops.is_watched():
             return False
@@ -114,7 +113,6 @@ class FramePlan:
             masters.place.has_grads = True
         elif self.takers:
             total, each, *again = new
-            norms: list[tuple[Sequence[int], Tensor]] = [(range(len(each)), each)]
-            made = Pending(self.takers, masters.place, grads[0], factor, total, norms, *again)
+            made = Pending(self.takers, masters.place, grads[0], factor, total, [(range(len(each)), each)], *again)
             masters.place.pending = masters.place.checked = made
         return True

@@ -161,7 +161,7 @@ class Frames:
         if self.plan is not None:
             if is_usual and self.plan.leaves is masters.leaves:
                 try:
-                    if self.plan.leave(factor, found_inf):
+                    if self.plan.leave(masters, factor, found_inf):
                         self.frames.pop()
                         return
                 except BaseException:
