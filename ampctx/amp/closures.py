@@ -60,7 +60,7 @@ def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tup
         binding.masters.copy_to_model()
         if evaluated:
             # The optimizer has used these. A closure may zero gradients through the model, which does not reach them.
-            binding.gradients.drop_master_grads()
+            binding.masters.drop_grads()
         evaluated = True
         with binding.casts.resumed():
             loss = closure()
@@ -104,7 +104,7 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
             return None
         binding.restore_unperturbed = _snapshot(binding.optimizer, wrapped_too=False)
         result = binding.run(original, *args, **kwargs)
-        binding.gradients.drop_master_grads()
+        binding.masters.drop_grads()
     except BaseException:
         binding.undo_first_step()
         binding.flags.give_back()
@@ -121,7 +121,7 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
         skipped, binding.first_step_skipped = binding.first_step_skipped, False
         losses = _ready(binding, decide=not skipped)
         if skipped:
-            binding.gradients.drop_master_grads()  # first_step has counted the skip
+            binding.masters.drop_grads()  # first_step has counted the skip
         elif losses:
             binding.undo_first_step()
             binding.decided(losses)

@@ -180,9 +180,9 @@ class OptimizerBinding:
         """Takes over what happened outside blocks: changed groups, written weights, plain backwards. No host sync."""
         self._catch_up(weights_final=False)  # a broadcast of weights may come before the first block
 
-    def _catch_up(self, weights_final: bool, gradients: bool = True, before_step: bool = False) -> None:
+    def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.follow_groups()
-        self.masters.resync(before_step)
+        self.masters.resync(may_wait=True)
         if self.masters.unsure:
             self.masters.take_broadcast(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
@@ -237,7 +237,7 @@ class OptimizerBinding:
         """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
         no block has checked: with or without these, because ranks may differ in that."""
         if self.gradients.frames or not self.masters.is_as_before(weights=True):
-            self._catch_up(weights_final=True, before_step=True)
+            self._catch_up(weights_final=True)
         if len(LOADED):
             LOADED.clear()
         if self.log.verbosity > 0 and (names := self.masters.written_through_data()):
@@ -342,7 +342,7 @@ class OptimizerBinding:
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, reference = self.given, self.gradients.checked, weakref.ref(self)
+            step, checked, reference = self.given, self.masters.place.checked, weakref.ref(self)
             scales, flags.scales_used = flags.scales_used, {}
             outcome = self.steps.left_to_device(
                 flags.by_loss,
@@ -354,7 +354,7 @@ class OptimizerBinding:
                 external=former.get("found_inf") is not None,
                 counts=step.counts,
             )
-            self.gradients.checked, self.given = None, _NOTHING
+            self.given = _NOTHING
             self.masters.drop_grads()
             if not takes:
                 self._take_back(former)
@@ -394,7 +394,7 @@ class OptimizerBinding:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
         norm = self._grad_norm(self.gradients.pending if losses else None)
-        self.gradients.drop_master_grads()
+        self.masters.drop_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()

@@ -65,6 +65,11 @@ def all_resolved(tensors: Collection[Tensor]) -> bool:
     return not (negated or conjugated or any(map(Tensor._is_zerotensor, tensors)))
 
 
+def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Sets the gradient of each tensor, past the property ``grad`` of a subclass."""
+    deque(map(_of_tensor.grad.__set__, tensors, grads), maxlen=0)
+
+
 def clear_grads(tensors: Iterable[Tensor]) -> None:
     """``grad = None`` for each tensor."""
     set_each(tensors, "grad", None)

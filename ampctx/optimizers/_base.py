@@ -344,8 +344,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self._split_step is not None and layerwise.any_split(self.param_groups):
             self._split_step(calls, step)
         else:
-            norm = self._global_norm(works, step)
             with noted() as made:
+                norm = self._global_norm(works, step)
                 for work in calls:
                     self._launch(work, step, norm)
                     if after is not None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import ops, tensor_loops
-from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.ops import OpCall
 from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
+from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.tensor_loops import stored_grad
@@ -27,6 +28,8 @@ from ampctx.weights.store import EXTRAS
 def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], step: Step) -> StepPlan | None:
     """The plan of the step whose ``works`` were just made as ``calls``. None for what plans do not serve: copies of
     gradients, sums of ranks still to be made, plain torch in place of a kernel, and what csrc/plan.h cannot read."""
+    norms = [call for call in calls if call.op == "multi_tensor_unscale_l2norm"]
+    calls = calls[len(norms) :]
     if len(calls) != len(works) or not all(work.is_plain for work in works):
         return None
     if may_arrive_as_sums(p for group in optimizer.param_groups for p in group["params"]):
@@ -37,11 +40,15 @@ def step_plan(optimizer: Any, works: list[Work], calls: list[OpCall], step: Step
         if not tensor_loops.same_items(local(own), work.lists["grads"]):
             return None
     planned = [_planned(optimizer, work, call) for work, call in zip(works, calls, strict=True)]
+    norm_type = None
+    if len(norms) == len(works) == 1 and not works[0].is_pending:
+        planned.insert(0, PlannedCall(norms[0].op, [planned[0].columns[0]], ()))
+        norm_type = compute_dtype(*works[0].lists["grads"])
     stepped = {id(p) for work in works for p in work.members}
     idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in stepped]
     state = optimizer.state
     plan = make_plan(optimizer.param_groups, planned, [(state, list(state), list(state.values()))], idle)
-    return None if plan is None else StepPlan(plan, optimizer, works, step)
+    return None if plan is None else StepPlan(plan, optimizer, works, step, norm_type)
 
 
 def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
@@ -88,10 +95,11 @@ def is_fixed(option: Any) -> bool:
 
 
 class StepPlan:
-    """Refers to state, not to gradients."""
+    """Refers to state, not to gradients. ``norm_type``: the dtype of the norm that its first call finds."""
 
-    def __init__(self, plan: Plan, optimizer: Any, works: list[Work], step: Step) -> None:
+    def __init__(self, plan: Plan, optimizer: Any, works: list[Work], step: Step, norm_type: Any) -> None:
         self._plan, self._state, self._models, self._unscales = plan, optimizer.state, step.models, step.unscales
+        self._norm_type = norm_type
         # Without tensors: the plan has those that it keeps.
         self._works = [work._replace(lists={name: [] for name in work.lists}) for work in works]
         ops_of = [optimizer._op_of(work.group) for work in works]
@@ -151,8 +159,8 @@ class StepPlan:
             grads = []
             for places in self._places:
                 grads.append(None if places is None else list(map(value_at, places)))
-        norm, has_run = self._norm(optimizer, step, grads) if self._has_norm else None, False
-        given: list[tuple[Any, ...]] = []
+        norm, given = self._norm(optimizer, step, grads) if self._has_norm else (None, [])
+        has_run = False
         counts = list(step.counts or ())
         try:
             for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
@@ -169,13 +177,19 @@ class StepPlan:
             self._marks = marks(self._followed)
         return True
 
-    def _norm(self, optimizer: Any, step: Step, grads: list[Any] | None) -> PerDevice | None:
+    def _norm(self, optimizer: Any, step: Step, grads: list[Any] | None) -> tuple[PerDevice | None, list[Any]]:
+        """The norm of all gradients, and the arguments of the call that finds it."""
+        if (dtype := self._norm_type) is not None:
+            device, inv_scale = self._works[0].device, step.inv_scale
+            factor = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
+            norm, each = (torch.empty(size, dtype=dtype, device=device) for size in ((), 0))
+            return PerDevice(norm), [(Unread().on(device), factor, False, norm, each)]
         given = grads or [None] * len(self._works)
         now = [
             local(list(map(stored_grad, work.members))) if own is None else own
             for work, own in zip(self._works, given, strict=True)
         ]
         if {None if grad is None else grad.layout for own in now for grad in own} != {torch.strided}:
-            return None  # the plan finds the same, and does not run
+            return None, []  # the plan finds the same, and does not run
         works = [work._replace(lists={**work.lists, "grads": own}) for work, own in zip(self._works, now, strict=True)]
-        return optimizer._global_norm(works, step)
+        return optimizer._global_norm(works, step), []

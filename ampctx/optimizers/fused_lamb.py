@@ -66,11 +66,9 @@ class FusedLAMB(FusedOptimizer):
     def _global_norm(self, works: list[Work], step: Step) -> PerDevice | None:
         if not any(work.group["max_grad_norm"] for work in works):
             return None
-        norms = []
-        grads = [grad for work in works if not work.is_pending for grad in work.lists["grads"]]
-        if grads:
-            norms.append(foreach.unscale_l2norm(grads, Unread(), step.inv_scale))
-        pending_grads = [grad for work in works if work.is_pending for grad in work.lists["grads"]]
+        lists = [(work.is_pending, work.lists["grads"]) for work in works]
+        grads, pending_grads = ([g for pends, own in lists if pends is kind for g in own] for kind in (False, True))
+        norms = [foreach.unscale_l2norm(grads, Unread(), step.inv_scale)] if grads else []
         if pending_grads and step.pending is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
             if len(pending_grads) == len(step.pending.masters) and step.inv_scale == 1.0:

@@ -185,33 +185,29 @@ def _clip(
         without = {id(p) for p in found if stored_grad(p) is None}
         for alive in list(masters.ALIVE) if without else ():
             alive.refuse_to_clip(without)
-    if (
-        not (in_graph or pending or are_sharded or error_if_nonfinite or isinstance(max_norm, Tensor))
-        and process_group is None
-        and order == 2.0
-        and (norm := _clipped_by_plan(found, max_norm)) is not None
-    ):
-        return norm
-    touched = _without(pending, found)
+    touched, norm = _without(pending, found) if pending else found, None
     norms = [each.norm() for each in pending]
-    given: list[Tensor] = []
-    grads: list[Tensor] = []
-    if touched or not pending:
-        given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
-        if grads or are_sharded or not pending:
-            norms.append(norm)
-    norm = _over_group(joined_norm(norms), order, process_group)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise AmpError(
-            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
-        )
-    if grads:
-        _scale_down(grads, max_norm, norm)
-    if are_sharded:
-        wrote(given)
-    if not in_graph:
-        set_each(given, CLIPPED, norm)
+    is_usual = order == 2.0 and process_group is None and not (in_graph or are_sharded or error_if_nonfinite)
+    if touched and is_usual and not isinstance(max_norm, Tensor):
+        norm = _clipped_by_plan(touched, max_norm, norms)
+    if norm is None:
+        given, grads = list[Tensor](), list[Tensor]()
+        if touched or not pending:
+            given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
+            if grads or are_sharded or not pending:
+                norms.append(norm)
+        norm = _over_group(joined_norm(norms), order, process_group)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise AmpError(
+                f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
+            )
+        if grads:
+            _scale_down(grads, max_norm, norm)
+        if are_sharded:
+            wrote(given)
+        if not in_graph:
+            set_each(given, CLIPPED, norm)
     for each in pending:
         each.clip(norm, max_norm)
     return norm
@@ -252,8 +248,9 @@ def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "cli
     return _over_ranks(norm, order, [process_group], call, "the norm of its parameters")
 
 
-def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
-    """Clips plain fp32 gradients, without torch's dispatcher. None, and nothing has changed, for others."""
+def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor]) -> Tensor | None:
+    """Clips plain fp32 gradients by their norm and ``others``, without torch's dispatcher. None, and nothing has
+    changed, for other gradients."""
     grads = list(map(stored_grad, params))
     if not all_there(grads):
         params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
@@ -266,7 +263,12 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float) -> Tensor | None:
     ]
     norm, each = (torch.empty(size, dtype=torch.float32, device=grads[0].device) for size in ((), 0))
     flag = Unread().on(norm.device)
-    if not run_once(calls, [(flag, 1.0, False, norm, each), (flag, 1.0, norm, max_norm)]):
+    first: list[tuple[Any, ...]] = [(flag, 1.0, False, norm, each)]
+    if others:
+        if not run_once([calls.pop(0)], first):
+            return None
+        first, norm = [], joined_norm([*others, norm])
+    if not run_once(calls, [*first, (flag, 1.0, move(norm, flag.device), max_norm)]):
         return None
     set_each(grads, CLIPPED, norm)
     return norm
@@ -349,16 +351,11 @@ def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: s
     return (joined ** (1 / order)).to(norm.dtype)
 
 
-def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
-    if isinstance(max_norm, Tensor):
-        max_norm = move(max_norm, norm.device)
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
 def _scale_down(grads: Sequence[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
     if norm.dtype == torch.float32 and not isinstance(max_norm, Tensor):
         return foreach.scale(grads, grads, Unread(), Clipped(1.0, norm, max_norm))
-    coefficient = _coefficient(max_norm, norm)
+    bound = move(max_norm, norm.device) if isinstance(max_norm, Tensor) else max_norm
+    coefficient = torch.clamp(bound / (norm + 1e-6), max=1.0)
     # The ops accept an fp64 factor only on the CPU.
     if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()

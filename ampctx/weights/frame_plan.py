@@ -6,6 +6,7 @@ It serves one open block without gradients from before, on one device. Anything 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,85 +15,104 @@ from torch import Tensor
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Plan, PlannedCall, make_plan
+from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan
 from ampctx.kernels.sharding import local, may_arrive_as_sums
-from ampctx.kernels.tensor_loops import same_items
+from ampctx.kernels.tensor_loops import all_there, clear_grads, dtype_of, same_items, store_grads, stored_grad
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.pending import Pending
+from ampctx.weights.pending import Pending, fills_its_storage, new_grad
 
 _SCALE, _NORM = "multi_tensor_scale", "multi_tensor_unscale_l2norm"
 _UPDATE = "_and_update"
 
 
 def frame_plan(
-    masters: MasterParams, calls: list[OpCall], grads: list[Tensor | None], made: Pending | None
+    masters: MasterParams, calls: list[OpCall], grads: list[Tensor | None], factor: Factor, made: Pending | None
 ) -> FramePlan | None:
     """The plan of ``calls``, made on the ``grads`` of the leaves, in their order. ``made``: the pending gradients that
     came of them."""
-    if masters.has_sharded and may_arrive_as_sums(masters.leaves):
+    leaves = masters.params_with_master if factor == 1.0 else masters.leaves
+    if masters.has_sharded and (factor == 1.0 or may_arrive_as_sums(leaves)):
         return None
-    there = [(p, grad) for p, grad in zip(masters.leaves, grads, strict=True) if grad is not None]
+    there = [(p, grad) for p, grad in zip(leaves, grads, strict=False) if grad is not None]
+    without = [p for p, grad in zip(leaves, grads, strict=False) if grad is None]
     # By the gradient, or this rank's part of it.
     leaf_of = {id(part): pair for part, pair in zip(local([grad for _, grad in there]), there, strict=True)}
     if len(leaf_of) < len(there):
         return None  # parameters share a gradient, and the next block may give each its own
-    planned = []
-    for call in calls:
-        tensors, is_norm = list(call.lists[0]), call.op.startswith(_NORM)
-        in_place = call.op.removesuffix(_UPDATE) == _SCALE and same_items(*call.lists)
-        if not (is_norm or in_place) or not leaf_of.keys() >= set(map(id, tensors)):
+    planned: list[PlannedCall] = []
+    givers: list[Tensor] = []
+    takers: Sequence[Tensor] = [] if made is None else made.masters
+    view, device = None, calls[0].lists[0][0].device
+    for op, (src, *dst), _ in calls:
+        ids, expected = list(map(id, src)), _SCALE if made is None or planned else _NORM
+        if op.removesuffix(_UPDATE) != expected or not leaf_of.keys() >= set(ids) or src[0].device != device:
             return None  # copies of gradients, or sums
-        params, whole = map(list, zip(*(leaf_of[id(t)] for t in tensors), strict=True))
-        column = params, whole
-        planned.append(PlannedCall(call.op, [column] if is_norm else [column, column], () if is_norm else (1,)))
-    are_norms = [call.op.startswith(_NORM) for call in calls]
-    taken = sum(len(call.lists[0]) for call in calls)
-    if taken != len(leaf_of) or are_norms != [made is not None] + [False] * (len(calls) - 1):
+        params, whole = map(list, zip(*map(leaf_of.pop, ids), strict=True))
+        columns: list[Column] = [(params, whole)] * (1 + len(dst))
+        if dst and not same_items(src, *dst):
+            givers, takers, columns[1] = params, [master for _, master in masters.pairs_of(params)], None
+            view = next((i for i, grad in enumerate(whole) if not fills_its_storage(grad)), None)
+            is_known = view is not None or not masters.takes_pending  # why these gradients did not wait
+            if planned or not is_known or not same_items(list(map(stored_grad, takers)), *dst):
+                return None
+        planned.append(PlannedCall(op, columns, (1,) if dst and givers is not params else ()))
+    plan = None if leaf_of else make_plan([], planned, idle=without)
+    if plan is None:
         return None
-    without = [p for p, grad in zip(masters.leaves, grads, strict=True) if grad is None]
-    plan = make_plan([], planned, idle=without)
-    names, device = [call.op for call in calls], calls[0].lists[0][0].device
-    return None if plan is None else FramePlan(plan, masters, names, device, made)
+    kind = op.endswith(_UPDATE), factor == 1.0 and list(map(dtype_of, masters.params_without_master))
+    return FramePlan(plan, len(calls), masters.leaves, device, kind, givers, takers, view)
 
 
+@dataclass(eq=False)
 class FramePlan:
     """Attributes:
     leaves: the list of leaves that it is for.
+    kind: whether the last call updates the scale; and, if the factor is 1, so that nobody looks at the gradients of
+        parameters without master, the dtypes of these parameters.
+    givers, takers: the parameters and masters of the first call. Without givers the gradients are pending.
+    view: the place of a gradient in memory that other code may write to, so that it cannot be pending.
     """
 
-    def __init__(
-        self, plan: Plan, masters: MasterParams, names: list[str], device: torch.device, made: Pending | None
-    ) -> None:
-        self._plan, self._ops, self._device, self.leaves = plan, names, device, masters.leaves
-        self._updates = names[-1].endswith(_UPDATE)
-        self._place = masters.place
-        self._masters = None if made is None else made.masters
+    plan: Plan
+    calls: int
+    leaves: list[Tensor]
+    device: torch.device
+    kind: tuple[bool, bool | list[torch.dtype]]
+    givers: list[Tensor]
+    takers: Sequence[Tensor]
+    view: int | None
 
-    def leave(self, factor: Factor, found_inf: FoundInf) -> tuple[bool, Pending | None]:
-        """Ends the frame: whether it has, and the pending gradients. Where it has not, nothing has changed. No host
-        sync."""
-        update, device = found_inf.update, self._device
-        if (update is not None) is not self._updates or ops.is_watched():
-            return False, None
+    def leave(self, masters: MasterParams, factor: Factor, found_inf: FoundInf) -> bool:
+        """Ends the frame: whether it has. Where it has not, nothing has changed. No host sync."""
+        update, device = found_inf.update, self.device
+        kind = update is not None, factor == 1.0 and list(map(dtype_of, masters.params_without_master))
+        if kind != self.kind or ops.is_watched():
+            return False
         flag, inv_scale = found_inf.on(device), factor.on(device) if isinstance(factor, PerDevice) else factor
-        norms: list[Tensor] = []
-        arguments: list[tuple[Any, ...]] = []
-        for op in self._ops:
-            ends = update if op.endswith(_UPDATE) and update is not None else ()
-            if op.startswith(_NORM):
-                each = torch.empty(len(self._masters or ()), dtype=torch.float32, device=device)
-                norms = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]
-                arguments.append((flag, inv_scale, True, *ends, *norms))
-            else:
-                arguments.append((flag, inv_scale, *ends))
-        grads = self._plan.run([], arguments, may_share=False, takes=True)
+        arguments: list[tuple[Any, ...]] = [(flag, inv_scale)] * self.calls
+        arguments[-1] += tuple(update or ())
+        new: list[Tensor] = []
+        if self.givers:
+            given = list(map(stored_grad, self.givers))
+            if not all_there(given) or (self.view is not None and fills_its_storage(given[self.view])):
+                return False
+            arguments[0] = (new := list(map(new_grad, given)), *arguments[0])
+        elif self.takers:
+            each, ends = torch.empty(len(self.takers), dtype=torch.float32, device=device), arguments[0][2:]
+            new = [torch.empty_like(flag), each, *([torch.empty_like(flag)] if ends else [])]
+            arguments[0] = (flag, inv_scale, True, *ends, *new)
+        grads = self.plan.run([], arguments, may_share=False, takes=not self.givers)
         if grads is None:
-            return False, None
+            return False
         if update is not None:
             found_inf.update, found_inf.is_updated = None, True
             ops.wrote(update[:3])
-        if self._masters is None:
-            return True, None
-        total, each, *again = norms
-        checked: list[tuple[Sequence[int], Tensor]] = [(range(len(self._masters)), each)]
-        return True, Pending(self._masters, self._place, grads[0], factor, total, checked, *again)
+        if self.givers:
+            clear_grads(self.givers)
+            store_grads(self.takers, new)
+            masters.place.has_grads = True
+        elif self.takers:
+            total, each, *again = new
+            made = Pending(self.takers, masters.place, grads[0], factor, total, [(range(len(each)), each)], *again)
+            masters.place.pending = masters.place.checked = made
+        return True

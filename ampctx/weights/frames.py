@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
+from ampctx._plan import PLANS
 from ampctx.kernels import foreach, ops, reference, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
@@ -31,9 +32,12 @@ from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.kernels.tensor_loops import all_there, grad_of, stored_grad
 from ampctx.weights.frame_plan import FramePlan, frame_plan
 from ampctx.weights.masters import MasterParams
-from ampctx.weights.pending import Pending
+from ampctx.weights.pending import Pending, fills_its_storage, new_grad
 
 Grads = dict[Tensor, Tensor]
+# See ``Frames.leave``.
+Done = set[Any] | None
+Check = Callable[[], bool]
 # Those of all optimizers under amp.
 ALIVE: weakref.WeakSet[Frames] = weakref.WeakSet()
 
@@ -64,7 +68,6 @@ class Frames:
 
     Attributes:
         frames: the open ones, the lowest first.
-        checked: the latest pending gradients, even if they have been materialized since.
         incomplete: an exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new.
         stepped: there was a step since gradients were zeroed. A skipped one may have left inf or nan in ``.grad``.
         plan: ends usual blocks. It sees when dtypes or devices of gradients change.
@@ -74,7 +77,6 @@ class Frames:
         self._masters = masters
         ALIVE.add(self)
         self.frames: list[Frame] = []
-        self.checked: Pending | None = None
         self.incomplete = self.stepped = False
         self.plan: FramePlan | None = None
 
@@ -116,9 +118,8 @@ class Frames:
         if self._masters.place.pending is not None:
             self._masters.place.materialize()
         leaves = self._masters.leaves if self.frames else self._masters.params_without_master
-        here = {}
-        if not is_clear and not have_no_grads(leaves):
-            here = {p: g for p in leaves if (g := p.grad) is not None}
+        is_clear = is_clear or have_no_grads(leaves)
+        here = {} if is_clear else {p: g for p in leaves if (g := p.grad) is not None}
         window = self.frames[0] if self.frames and self.frames[0].is_window else None
         if window is None:
             # First, so that abandon() can put them back.
@@ -145,11 +146,7 @@ class Frames:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
 
     def leave(
-        self,
-        found_inf: FoundInf,
-        done: set[Any] | None = None,
-        check_before: Callable[[], bool] = bool,
-        inv_scale: Factor | None = None,
+        self, found_inf: FoundInf, done: Done = None, check_before: Check = bool, inv_scale: Factor | None = None
     ) -> None:
         """Ends the innermost frame: unscales its gradients, checks them, and adds them to the sum of scale 1.
 
@@ -160,15 +157,11 @@ class Frames:
         frame, masters = self.frames[-1], self._masters
         factor = frame.inv_scale if inv_scale is None else inv_scale
         is_alone = len(self.frames) == 1 and not (frame.stash or frame.is_window or done is not None)
-        is_usual = is_alone and (masters.takes_pending or not masters.pairs)
-        is_usual = is_usual and masters.place.pending is None and masters.have_no_grads()
+        is_usual = PLANS and is_alone and masters.place.pending is None and masters.have_no_grads()
         if self.plan is not None:
             if is_usual and self.plan.leaves is masters.leaves:
                 try:
-                    has_left, pending = self.plan.leave(factor, found_inf)
-                    if has_left:
-                        if pending is not None:
-                            masters.place.pending = self.checked = pending
+                    if self.plan.leave(masters, factor, found_inf):
                         self.frames.pop()
                         return
                 except BaseException:
@@ -180,16 +173,11 @@ class Frames:
         before, self.plan = list(map(grad_of, masters.leaves)), None
         with ops.noted() as calls:
             self._leave_plainly(frame, factor, found_inf, done, check_before)
-        self.plan = frame_plan(masters, calls, before, masters.place.pending) if calls else None
+        self.plan = frame_plan(masters, calls, before, factor, masters.place.pending) if calls else None
         return None
 
     def _leave_plainly(
-        self,
-        frame: Frame,
-        factor: Factor,
-        found_inf: FoundInf,
-        done: set[Any] | None,
-        check_before: Callable[[], bool],
+        self, frame: Frame, factor: Factor, found_inf: FoundInf, done: Done, check_before: Check
     ) -> None:
         nested, base = len(self.frames) > 1, self.frames[0].stash
         # New tensors only: an exception here leaves the sums as they were.
@@ -208,7 +196,7 @@ class Frames:
             for t, grad in (*of_masters.items(), *of_params.items()):
                 t.grad = grad
             if pending is not None:
-                self._masters.place.pending = self.checked = pending
+                self._masters.place.pending = self._masters.place.checked = pending
             self.frames.pop()
         except BaseException:
             self.incomplete = True
@@ -243,20 +231,15 @@ class Frames:
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], dict[Tensor, Tensor | None], Pending | None]:
         """Turns the gradients of 16-bit weights into: the weights; (gradient, fp32 sum to add it to); new gradients
         by master; or pending ones."""
-        if not self._masters.pairs:
-            return [], [], {}, None
         params, masters = self._masters.params_with_master, self._masters.masters
         given: list[Any] = list(map(grad_of, params))
         if not all_there(given):
             there = [grad is not None for grad in given]
             params, given, masters = (list(compress(each, there)) for each in (params, given, masters))
-        if not params:
-            return [], [], {}, None
-        place = self._masters.place
-        may_wait = self._masters.takes_pending and not nested and place.pending is None
+        place, last = self._masters.place, not self._masters.params_without_master
+        may_wait = len(params) > 0 and self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
-        if may_wait and self._masters.have_no_grads() and all(map(_fills_its_storage, given)):
-            last = not self._masters.params_without_master
+        if may_wait and self._masters.have_no_grads() and all(map(fills_its_storage, given)):
             return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
@@ -271,20 +254,14 @@ class Frames:
                     total = master.grad = total.to_dense()
                 sums.append((grad, total))
         if fresh:
-            # In the layout of the gradient, so that the kernels can read both in memory order.
-            wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
-            foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
-            grads.update(zip([master for master, _ in fresh], wide, strict=True))
+            masters, given = map(list, zip(*fresh, strict=True))
+            wide = list(map(new_grad, given))
+            foreach.scale(given, wide, found_inf, factor, last and not sums)
+            grads.update(zip(masters, wide, strict=True))
         return params, sums, grads, None
 
     def _of_params(
-        self,
-        factor: Factor,
-        found_inf: FoundInf,
-        done: set[Any] | None,
-        check_before: Callable[[], bool],
-        base: Grads,
-        last: bool,
+        self, factor: Factor, found_inf: FoundInf, done: Done, check_before: Check, base: Grads, last: bool
     ) -> dict[Tensor, Tensor | None]:
         """The new gradients of the parameters without masters: ``grad * factor`` plus that of ``base``. Scales the
         gradients of the frame in place."""
@@ -356,7 +333,7 @@ class Frames:
         return not have_no_grads(self._masters.params_with_master)
 
     @torch.no_grad()
-    def collect(self, check_before: Callable[[], bool] = bool, inv_scale: Factor | None = None) -> FoundInf:
+    def collect(self, check_before: Check = bool, inv_scale: Factor | None = None) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
 
         ``inv_scale``: in place of the window's. Returns the flags of the checked gradients.
@@ -378,16 +355,10 @@ class Frames:
 
     # --- dropping -----------------------------------------------------------------------------------------------------
 
-    def drop_master_grads(self) -> None:
-        """Drops the gradients of the masters, which a step has used or skipped."""
-        self.checked = None
-        self._masters.drop_grads()
-
     def drop_all(self) -> None:
         """Drops all gradients. Between blocks."""
         self.frames.clear()
-        for p in self._masters.leaves:
-            p.grad = None
+        tensor_loops.clear_grads(self._masters.leaves)
         self._masters.drop_grads()
         self.forget()
 
@@ -396,7 +367,7 @@ class Frames:
         tensor_loops.clear_grads(self._masters.params_with_master)
         if self._masters.place.pending is not None:
             self._masters.place.pending.drop()
-        self.checked = None
+        self._masters.place.checked = None
         if self.window is not None:
             self.frames.clear()
         for frame in self.frames:
@@ -406,13 +377,9 @@ class Frames:
         self.incomplete = self.stepped = False
 
 
-def _fills_its_storage(t: Tensor) -> bool:
-    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
-
-
 def _own(t: Tensor) -> Tensor:
     """``t``, or a copy if it may be a view into a gradient bucket: the next backward would overwrite it."""
-    return t if not is_distributed() and _fills_its_storage(t) else t.clone()
+    return t if not is_distributed() and fills_its_storage(t) else t.clone()
 
 
 def _place_of(t: Tensor) -> Any:

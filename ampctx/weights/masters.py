@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ampctx.kernels.foreach import Unread
 from ampctx.kernels.ops import is_watched
 from ampctx.kernels.plan import advanced, as_before, changed, have_no_grads, marks
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
+from ampctx.kernels.tensor_loops import dtype_of, store_grads, version_of
 from ampctx.weights.pending import MasterParam, Place, has_grad
 from ampctx.weights.step import takes_step
 from ampctx.weights.store import resynced
@@ -354,12 +355,12 @@ class MasterParams:
         return self.ahead not in (0, threading.get_ident())
 
     @without_grad
-    def resync(self, before_step: bool = False) -> None:
+    def resync(self, may_wait: bool = False) -> None:
         """Lets masters and weights agree again, at a block, a step or a read of masters. Of what was written since they
         did: where a weight is not the rounded master, the master takes its value; where only the master was written,
-        the weight is rounded again. ``before_step``: that may wait, as the step or the next forward rounds.
+        the weight is rounded again. ``may_wait``: that may wait, as the step or the next forward rounds.
         """
-        is_idle = before_step and not (self.ahead or self.unsure)
+        is_idle = may_wait and not (self.ahead or self.unsure)
         if not self.pairs or (is_idle and marks(self.params_with_master) == self._agreed[0]):
             return
         with self.lock:
@@ -486,13 +487,12 @@ class MasterParams:
         return not self.place.has_grads
 
     def drop_grads(self) -> None:
-        """Sets ``grad`` of masters to None, pending gradients included."""
+        """Drops the gradients of masters, which a step has used or skipped, pending ones included."""
+        self.place.checked = None
         if self.place.pending is not None:
             self.place.pending.drop()
-        if self.pairs and self.place.has_grads and not self.have_no_grads():
-            for master in self.masters:
-                if stored_grad(master) is not None:
-                    master.grad = None
+        if self.pairs and self.place.has_grads:
+            store_grads(self.masters, repeat(None))
 
 
 def _move_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,16 +23,20 @@ from ampctx.kernels.tensor_loops import stored_grad
 
 # torch's attribute, below the property of the same name; ``stored_grad`` reads it.
 _GRAD: Any = torch.Tensor.grad
+# Makes the fp32 gradient of a master, in the layout of the given one, so that kernels can read both in memory order.
+new_grad = partial(torch.empty_like, dtype=torch.float32, requires_grad=False)
 
 
 class Place:
     """The holder of the pending gradients of one optimizer's masters, or of None.
 
-    ``has_grads``: a master may have a gradient of its own. Then none is pending.
+    ``checked``: the latest ones, even if they have been materialized since. ``has_grads``: a master may have a gradient
+    of its own. Then none is pending.
     """
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
+        self.checked: Pending | None = None
         self.has_grads = True
         self._lock = threading.Lock()
 
@@ -187,24 +191,23 @@ class Pending:
     @torch.no_grad()
     def write(self) -> None:
         """Writes the unscaled fp32 gradient of each master. Adds one that autograd has meanwhile written there."""
-        # In the layout of the gradient, so that the kernels can read both in memory order.
-        wide = [
-            torch.empty_like(g, dtype=m.dtype, requires_grad=False)
-            for m, g in zip(self.masters, self.values, strict=True)
-        ]
+        wide = list(map(new_grad, self.values))
         foreach.scale(self.values, wide, Unread(), self.inv_scale)
         self.place.has_grads = True
         if self.clipped_from is not None:
             tensor_loops.set_each(wide, "norm_before_clipping", self.clipped_from)
-        for master, grad in zip(self.masters, wide, strict=True):
-            there = stored_grad(master)
-            _GRAD.__set__(master, grad if there is None else grad + there)
+        there = map(stored_grad, self.masters)
+        tensor_loops.store_grads(self.masters, (g if t is None else g + t for g, t in zip(wide, there, strict=True)))
 
     def drop(self) -> None:
         """Forgets the gradients. The norms stay, to name the non-finite ones."""
         self.place.pending = None
         self.masters, self.values = [], []
         self.__dict__.pop("grads", None)
+
+
+def fills_its_storage(t: Tensor) -> bool:
+    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
 
 
 def has_grad(p: Tensor) -> bool:
