@@ -464,7 +464,6 @@ PyObject* build_info(PyObject*, PyObject*) {
 PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr},
                            {"build_info", build_info, METH_NOARGS, nullptr},
                            {"use_python", python::use_python, METH_VARARGS, nullptr},
-                           {"spread_grads", python::spread_grads, METH_O, nullptr},
                            {"use_dtensor", python::use_dtensor, METH_VARARGS, nullptr},
                            {"make_plan", python::make_plan, METH_VARARGS, nullptr},
                            {"run", python::run, METH_VARARGS, nullptr},

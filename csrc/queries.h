@@ -60,40 +60,6 @@ inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   return PyBool_FromLong(true);
 }
 
-// spread_grads(params): of each its gradient or None, of that this rank's part or None if it has no elements, and the
-// layout of both over the ranks or None. None where a tensor is neither plain nor a DTensor, or layouts differ.
-inline PyObject* spread_grads(PyObject*, PyObject* params) {
-  const Py_ssize_t count = PyList_Size(params);
-  if (count < 0) return nullptr;
-  const Reference grads(PyList_New(count)), parts(PyList_New(count)), layouts(PyList_New(count));
-  const auto none = [] { return Reference(Py_NewRef(Py_None)); };
-  Reader reader;
-  Views views(count);
-  reader.put_into(views.data());
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* const param = PyList_GetItem(params, i);
-    if (!is_sharded(param) && !is_plain(param)) return Py_NewRef(Py_None);
-    Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part = none();
-    if (grad && grad.get() != Py_None) {
-      const bool has_parts = is_sharded(grad.get());
-      part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
-      const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
-      if (!is_placed || !reader.add(part.get())) return PyErr_Clear(), Py_NewRef(Py_None);
-    }
-    if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
-    PyList_SetItem(layouts.get(), i, layout.release());
-    PyList_SetItem(grads.get(), i, grad.release());
-    PyList_SetItem(parts.get(), i, part.release());
-  }
-  if (!reader.read()) return PyErr_Clear(), Py_NewRef(Py_None);
-  const View* view = views.data();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const bool is_empty = PyList_GetItem(parts.get(), i) != Py_None && (view++)->numel == 0;
-    if (is_empty) PyList_SetItem(parts.get(), i, Py_NewRef(Py_None));
-  }
-  return PyTuple_Pack(3, grads.get(), parts.get(), layouts.get());
-}
-
 // as_before(groups, members, params, former): whether the param groups hold these lists of parameters, and the params
 // have no gradient and, unless `former` is None, these marks. None where a tensor is not plain.
 inline PyObject* as_before(PyObject* self, PyObject* given) {

@@ -89,6 +89,7 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
     where a plan could not, and nothing has changed then. ``arguments``: see ``Plan.run``."""
     if not _are_served([column for call in calls for column in call.columns]):
         return False
+    _use_dtensor()
     try:
         return bool(extension.reader.run_once([tuple(call) for call in calls], arguments))
     except RuntimeError as error:
@@ -117,23 +118,6 @@ def _use_dtensor() -> None:
         # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
         # guards them.
         extension.reader.use_dtensor(kind, kind._local_tensor, kind._spec)
-
-
-class SpreadGrads(NamedTuple):
-    """For each parameter: its whole gradient, this rank's part (None if empty), and its layout (DTensor spec)."""
-
-    whole: list[Tensor | None]
-    parts: list[Tensor | None]
-    layouts: list[Any]
-
-
-def spread_grads(params: list[Tensor]) -> SpreadGrads | None:
-    """None where C cannot read a tensor, or a gradient is laid out otherwise than its parameter. No host sync."""
-    if extension.reader is None or is_watched():
-        return None
-    _use_dtensor()
-    found = extension.reader.spread_grads(params)
-    return None if found is None else SpreadGrads(*found)
 
 
 def have_no_grads(params: list[Tensor]) -> bool:

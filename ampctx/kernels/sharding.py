@@ -210,6 +210,11 @@ class Spread(NamedTuple):
     places: list[int]
     counted: list[int]
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether this rank counts all of its parts."""
+        return len(self.counted) == len(self.places)
+
 
 # By the ids of the layouts of a list, which the entry keeps alive.
 _SPREADS: dict[tuple[int, ...], tuple[list[Any], list[Spread]]] = {}
@@ -255,6 +260,11 @@ def may_arrive_as_sums(params: Iterable[Tensor]) -> bool:
     return len(_ARRIVES_AS) > 0 and any(p in _ARRIVES_AS for p in params)
 
 
+def are_placed(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    """Whether ``grads`` are laid out as their parameters, and none was a sum still to be made."""
+    return layouts_of(grads) == layouts_of(params) and not may_arrive_as_sums(params)  # mostly the same layouts
+
+
 @torch.no_grad()
 def place_grads(params: Sequence[Tensor]) -> None:
     """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums.
@@ -262,11 +272,12 @@ def place_grads(params: Sequence[Tensor]) -> None:
     A rank without a gradient takes part with zeros if the parameter had a pending sum before, and gets the sum if
     another rank has one: a host sync on that rank. AmpRankError: a rank has never had such a gradient.
     """
-    if not any_sharded(params):
+    grads = list(map(grad_of, params))
+    if are_placed(params, grads) or not any_sharded(params):
         return
     kind = dtensor()
     pending: list[tuple[Any, Any]] = []
-    for p, grad in zip(params, map(grad_of, params), strict=True):
+    for p, grad in zip(params, grads, strict=True):
         if not isinstance(p, kind):
             continue
         if isinstance(grad, kind) and grad.placements != p.placements:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial, reduce
 from numbers import Real
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.plan import PlannedCall, SpreadGrads, run_once, spread_grads
+from ampctx.kernels.plan import PlannedCall, run_once
 from ampctx.kernels.sharding import (
     Grid,
     any_sharded,
+    are_placed,
     groups_of,
     layouts_of,
     local,
-    may_arrive_as_sums,
     place_grads,
     spreads_of,
     wrote,
@@ -187,9 +187,9 @@ def _clip(
             alive.refuse_to_clip(without)
     touched, norm = _without(pending, found) if pending else found, None
     norms = [each.norm() for each in pending]
-    is_usual = order == 2.0 and process_group is None and not (in_graph or are_sharded or error_if_nonfinite)
+    is_usual = order == 2.0 and process_group is None and not (in_graph or error_if_nonfinite)
     if touched and is_usual and not isinstance(max_norm, Tensor):
-        norm = _clipped_by_plan(touched, max_norm, norms)
+        norm = _clipped_by_plan(touched, max_norm, norms, are_sharded)
     if norm is None:
         given, grads = list[Tensor](), list[Tensor]()
         if touched or not pending:
@@ -248,28 +248,38 @@ def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "cli
     return _over_ranks(norm, order, [process_group], call, "the norm of its parameters")
 
 
-def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor]) -> Tensor | None:
-    """Clips plain fp32 gradients by their norm and ``others``, without torch's dispatcher. None, and nothing has
-    changed, for other gradients."""
-    grads = list(map(stored_grad, params))
+def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor], are_sharded: bool) -> Tensor | None:
+    """Clips fp32 gradients, of DTensors this rank's parts, by their norm and ``others``, without torch's dispatcher.
+    None, and nothing has changed, for other gradients, and for DTensors of several grids."""
+    spreads = spreads_of(params) if are_sharded else []
+    grads: Sequence[Any] = list(map(stored_grad, params))
     if not all_there(grads):
         params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         grads = list(map(stored_grad, params))
-    if set(map(dtype_of, grads)) != {torch.float32}:
+    if are_sharded and (len(spreads) > 1 or not spreads[0].counts_all or not are_placed(params, grads)):
+        return None
+    parts = local(grads) if are_sharded else grads
+    if set(map(dtype_of, parts)) != {torch.float32}:
         return None
     calls = [
-        PlannedCall("multi_tensor_unscale_l2norm", [(params, grads)], ()),
-        PlannedCall("multi_tensor_scale_clipped", [(params, grads), (params, grads)], (1,)),
+        PlannedCall("multi_tensor_unscale_l2norm", [(params, parts)], ()),
+        PlannedCall("multi_tensor_scale_clipped", [(params, parts), (params, parts)], (1,)),
     ]
-    norm, each = (torch.empty(size, dtype=torch.float32, device=grads[0].device) for size in ((), 0))
+    norm, each = (torch.empty(size, dtype=torch.float32, device=parts[0].device) for size in ((), 0))
     flag = Unread().on(norm.device)
     first: list[tuple[Any, ...]] = [(flag, 1.0, False, norm, each)]
-    if others:
+    grid = spreads[0].grid if spreads and spreads[0].joins else None
+    if others or grid is not None:
         if not run_once([calls.pop(0)], first):
             return None
+        norm = norm if grid is None else _over_ranks(norm, 2.0, grid.groups, "clip_grad_norm_", "the norm of its part")
         first, norm = [], joined_norm([*others, norm])
     if not run_once(calls, [*first, (flag, 1.0, move(norm, flag.device), max_norm)]):
-        return None
+        if first:
+            return None
+        _scale_down(parts, max_norm, norm)  # not anew: other ranks have joined their norms
+    if are_sharded:
+        wrote(grads)
     set_each(grads, CLIPPED, norm)
     return norm
 
@@ -295,15 +305,20 @@ def _there(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
+class SpreadGrads(NamedTuple):
+    """For each parameter: its whole gradient, this rank's part (None if empty), and its layout (DTensor spec)."""
+
+    whole: list[Tensor | None]
+    parts: list[Tensor | None]
+    layouts: list[Any]
+
+
 def placed_grads(params: list[Tensor]) -> SpreadGrads:
     """The gradients of parameters, some of which are DTensors, after ``place_grads``."""
-    found = spread_grads(params)
-    if found is None or may_arrive_as_sums(params):
-        place_grads(params)
-        whole = list(map(strided_grad, params))
-        parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
-        found = SpreadGrads(whole, parts, layouts_of(params))
-    return found
+    place_grads(params)
+    whole = list(map(strided_grad, params))
+    parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
+    return SpreadGrads(whole, parts, layouts_of(params))
 
 
 def _norm_over_ranks(
