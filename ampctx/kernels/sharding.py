@@ -183,12 +183,12 @@ def grids_of(tensors: Iterable[Tensor]) -> dict[Any, Grid]:
     return found
 
 
-def groups_of(tensors: Iterable[Tensor], layouts: list[Any] | None = None) -> list[Any]:
-    """The process groups over which flags of the DTensors are joined. ``layouts``: see ``spreads_of``."""
+def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The process groups over which flags of the DTensors are joined."""
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
-    grids = (spread.grid for spread in spreads_of(tensors, layouts) if spread.grid is not None)
+    grids = (spread.grid for spread in spreads_of(tensors) if spread.grid is not None)
     return list(dict.fromkeys(group for grid in grids for group in grid.groups))
 
 
@@ -210,21 +210,16 @@ class Spread(NamedTuple):
     places: list[int]
     counted: list[int]
 
-    @property
-    def counts_all(self) -> bool:
-        """Whether this rank counts all of its parts."""
-        return len(self.counted) == len(self.places)
-
 
 # By the ids of the layouts of a list, which the entry keeps alive.
 _SPREADS: dict[tuple[int, ...], tuple[list[Any], list[Spread]]] = {}
 _MOST_SPREADS = 64
 
 
-def spreads_of(tensors: Sequence[Any], layouts: list[Any] | None = None) -> list[Spread]:
+def spreads_of(tensors: Sequence[Any]) -> list[Spread]:
     """How parameters are spread over the ranks. Kept for lists of the same layouts, as to compare meshes and placements
-    takes longer than a norm. ``layouts``: of each, or None of a plain tensor, where they are known."""
-    layouts = layouts_of(tensors) if layouts is None else layouts
+    takes longer than a norm."""
+    layouts = layouts_of(tensors)
     key = tuple(map(id, layouts))
     if key in _SPREADS:
         return _SPREADS[key][1]

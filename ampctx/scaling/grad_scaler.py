@@ -25,7 +25,7 @@ from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueEr
 from ampctx._saved import FORMAT, plain
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.sharding import any_sharded, groups_of
+from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.kernels.tensor_loops import dtype_of, grad_of
 from ampctx.scaling import loss_scale, step_record
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
@@ -41,7 +41,7 @@ from ampctx.scaling.outcome import (
     params_of,
 )
 from ampctx.scaling.step_record import Flags
-from ampctx.weights.clip import norm_before_clipping, placed_grads, strided_grads
+from ampctx.weights.clip import norm_before_clipping, strided_grads
 from ampctx.weights.step import has_parameter
 
 # The errors of calls at the wrong stage, as torch begins them.
@@ -286,7 +286,8 @@ class GradScaler(torch.amp.GradScaler):
         is_ours = getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_
         factor = scale.reciprocal() if unscales else None if is_ours else torch.ones_like(scale)
         if is_distributed():
-            meshes = groups_of(params, placed_grads(params).layouts) if any_sharded(params) else []
+            place_grads(params)
+            meshes = groups_of(params)
             if meshes or self._loss_scale.process_group is not None:
                 state["meshes"] = meshes  # over which ``_flags`` will join the flags
         after = {"stage": OptState.UNSCALED, "unscaled": set(map(id, params)), "done": params} if unscales else {}

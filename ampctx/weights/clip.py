@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial, reduce
 from numbers import Real
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from ampctx.kernels.sharding import (
     any_sharded,
     are_placed,
     groups_of,
-    layouts_of,
     local,
     place_grads,
     spreads_of,
@@ -234,8 +233,8 @@ def _norm(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The gradients of parameters, the parts of these that are not empty, and their norm."""
     if are_sharded:
-        spread = placed_grads(params)
-        return _there(spread.whole), _there(spread.parts), _norm_over_ranks(params, spread, order, use_foreach, call)
+        whole, parts = placed_grads(params)
+        return _there(whole), _there(parts), _norm_over_ranks(params, parts, order, use_foreach, call)
     given = strided_grads(params)
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
     grads = [grad for grad in given if grad.numel() > 0]
@@ -252,14 +251,14 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor]
     """Clips fp32 gradients, of DTensors this rank's parts, by their norm and ``others``, without torch's dispatcher.
     None, and nothing has changed, for other gradients, and for DTensors of several grids."""
     spreads = spreads_of(params) if are_sharded else []
+    if len(spreads) > 1 or (spreads and len(spreads[0].counted) < len(params)):
+        return None
     grads: Sequence[Any] = list(map(stored_grad, params))
     if not all_there(grads):
         params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         grads = list(map(stored_grad, params))
-    if are_sharded and (len(spreads) > 1 or not spreads[0].counts_all or not are_placed(params, grads)):
-        return None
-    parts = local(grads) if are_sharded else grads
-    if set(map(dtype_of, parts)) != {torch.float32}:
+    parts: Any = local(grads)
+    if set(map(dtype_of, parts)) != {torch.float32} or (are_sharded and not are_placed(params, grads)):
         return None
     calls = [
         PlannedCall("multi_tensor_unscale_l2norm", [(params, parts)], ()),
@@ -278,8 +277,7 @@ def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor]
         if first:
             return None
         _scale_down(parts, max_norm, norm)  # not anew: other ranks have joined their norms
-    if are_sharded:
-        wrote(grads)
+    wrote(grads)
     set_each(grads, CLIPPED, norm)
     return norm
 
@@ -305,24 +303,16 @@ def _there(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-class SpreadGrads(NamedTuple):
-    """For each parameter: its whole gradient, this rank's part (None if empty), and its layout (DTensor spec)."""
-
-    whole: list[Tensor | None]
-    parts: list[Tensor | None]
-    layouts: list[Any]
-
-
-def placed_grads(params: list[Tensor]) -> SpreadGrads:
-    """The gradients of parameters, some of which are DTensors, after ``place_grads``."""
+def placed_grads(params: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The gradients of parameters, some of which are DTensors, after ``place_grads``, and this rank's parts of them,
+    None for an empty one."""
     place_grads(params)
     whole = list(map(strided_grad, params))
-    parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
-    return SpreadGrads(whole, parts, layouts_of(params))
+    return whole, [None if part is None or part.numel() == 0 else part for part in local(whole)]
 
 
 def _norm_over_ranks(
-    params: list[Tensor], spread: SpreadGrads, order: float, use_foreach: bool | None, call: str
+    params: list[Tensor], here: list[Tensor | None], order: float, use_foreach: bool | None, call: str
 ) -> Tensor:
     """The norm of the gradients of parameters, some of which are DTensors.
 
@@ -330,8 +320,8 @@ def _norm_over_ranks(
     them have gradients.
     """
     norms = []
-    for grid, joins, places, counted in spreads_of(params, spread.layouts):
-        parts = _there([spread.parts[i] for i in counted])
+    for grid, joins, places, counted in spreads_of(params):
+        parts = _there([here[i] for i in counted])
         if grid is not None and joins:
             norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid, call))
         elif parts:
