@@ -282,6 +282,8 @@ def drawn(seed: int) -> Program:
         some = [i for i in range(ITERATIONS) if rng.random() < 0.4]
         at = rng.choice([[first], [first], [first], list(range(first, ITERATIONS)), some, list(range(ITERATIONS))])
         features.append([name, rng.randrange(60), rng.randrange(60), at])
+    if seed % 8 == 7 and level in ("O2", "O5"):  # a gradient in a buffer, in block after block
+        features = [["bucket", 0, 0, list(range(ITERATIONS))], *features[:1]]
     if seed % 8 == 3:  # late, when there is a plan: torch's negative bit, or a gradient with holes that is clipped
         at, n = [rng.randrange(1, ITERATIONS)], rng.randrange(60)
         late = [["form_later", n, 3, at]], [["clip", 0, 0, at], ["form_later", n, 7, at]]

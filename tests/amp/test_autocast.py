@@ -254,9 +254,6 @@ def test_the_thread_that_enabled_may_end(enabled):
     assert (model(X).dtype, in_thread(lambda: model(X).dtype)) == (FLOAT, FLOAT)
 
 
-# --- threads ----------------------------------------------------------------------------------------------------------
-
-
 # --- copies, checkpointing, compile -----------------------------------------------------------------------------------
 
 
@@ -311,6 +308,3 @@ def test_binary_cross_entropy_where_it_is_allowed(enabled, dtype):
     with pytest.raises(AmpNotImplementedError, match="binary_cross_entropy got a 16-bit argument"):
         F.binary_cross_entropy(p, p)
     undo()
-
-
-# --- active, set ------------------------------------------------------------------------------------------------------

@@ -97,9 +97,6 @@ def test_unfrozen_within_the_block(session, level, name):
     assert all(weight.eq(1.875).all() for weight in model.parameters())
 
 
-# --- freezing ---------------------------------------------------------------------------------------------------------
-
-
 # --- parameter groups -------------------------------------------------------------------------------------------------
 
 
@@ -232,33 +229,40 @@ def test_a_weight_whose_memory_was_freed_is_named_and_trains_on_when_it_is_back(
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 
+def refuses(session, optimizer, match):
+    with pytest.raises(AmpError, match=match), session.scale_loss(torch.ones(()), optimizer):
+        pytest.fail("the block was entered")
+
+
 @cast_levels
 @pytest.mark.parametrize(
-    "convert",
-    [nn.Module.float, nn.Module.double, pytest.param(nn.Module.cuda, marks=pytest.mark.cuda)],
-    ids=["float", "double", "cuda"],
+    "convert", [nn.Module.float, nn.Module.double, pytest.param(nn.Module.cuda, marks=pytest.mark.cuda)]
 )
 def test_a_model_converted_under_its_masters_is_refused(session, level, convert):
     model, optimizer = under_amp(session, level, names="a")
     convert(model)
-    with (
-        pytest.raises(AmpError, match=r'"weights.a" is torch\.\w+ on \S+ now.*Move the model before amp.initialize'),
-        session.scale_loss(torch.ones(()), optimizer),
-    ):
-        pytest.fail("the block was entered")
+    refuses(session, optimizer, r'"weights.a" is torch\.\w+ on \S+ now.*Move the model before amp.initialize')
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_a_model_halved_without_masters_is_refused(session, level):
     model, optimizer = under_amp(session, level, names="a")
     model.half()
-    with (
-        pytest.raises(AmpError, match='"weights.a" was converted to torch.float16 after.*If a loss casts its weights'),
-        session.scale_loss(model.loss(a=1.0), optimizer),
-    ):
-        pytest.fail("the block was entered")
+    refuses(session, optimizer, '"weights.a" was converted to torch.float16 after.*If a loss casts its weights')
     model.float()
     step(session, model, optimizer, a=1.0)
+
+
+@few_optimizers
+@cast_levels
+def test_a_weight_halved_beside_masters_is_refused_where_no_gradient_is_unscaled(session, level, name):
+    model, optimizer = under_amp(session, level, name, names="a", loss_scale=1.0)
+    optimizer.add_param_group({"params": [added := nn.Parameter(torch.ones(3))]})
+    for _ in range(2):
+        step(session, model, optimizer, a=1.0)
+    added.data = added.data.half()
+    with pytest.raises(AmpError, match="was converted to torch.float16 after"):
+        step(session, model, optimizer, a=1.0)
 
 
 @few_optimizers
