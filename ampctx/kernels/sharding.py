@@ -267,8 +267,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
     A rank without a gradient takes part with zeros if the parameter had a pending sum before, and gets the sum if
     another rank has one: a host sync on that rank. AmpRankError: a rank has never had such a gradient.
     """
-    grads = list(map(grad_of, params))
-    if are_placed(params, grads) or not any_sharded(params):
+    if not any_sharded(params) or are_placed(params, grads := list(map(grad_of, params))):
         return
     kind = dtensor()
     pending: list[tuple[Any, Any]] = []
