@@ -249,8 +249,8 @@ def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "cli
 
 
 def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor]) -> Tensor | None:
-    """Clips plain fp32 gradients by their norm and ``others``, without torch's dispatcher. None, and nothing has
-    changed, for other gradients."""
+    """Clips plain fp32 gradients by their norm, joined with ``others``, without torch's dispatcher. None, and nothing
+    has changed, for other gradients."""
     grads = list(map(stored_grad, params))
     if not all_there(grads):
         params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
