@@ -191,7 +191,8 @@ def _clip(
     if touched and is_usual and not isinstance(max_norm, Tensor):
         norm = _clipped_by_plan(touched, max_norm, norms)
     if norm is None:
-        given, grads = list[Tensor](), list[Tensor]()
+        given: list[Tensor] = []
+        grads: list[Tensor] = []
         if touched or not pending:
             given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
             if grads or are_sharded or not pending:
