@@ -159,8 +159,7 @@ class StepPlan:
             grads = []
             for places in self._places:
                 grads.append(None if places is None else list(map(value_at, places)))
-        norm, given = self._norm(optimizer, step, grads) if self._has_norm else (None, [])
-        has_run = False
+        (norm, given), has_run = self._norm(optimizer, step, grads) if self._has_norm else (None, []), False
         counts = list(step.counts or ())
         try:
             for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):

@@ -190,7 +190,8 @@ def _clip(
     if touched and is_usual and not isinstance(max_norm, Tensor):
         norm = _clipped_by_plan(touched, max_norm, norms, are_sharded)
     if norm is None:
-        given, grads = list[Tensor](), list[Tensor]()
+        given: list[Tensor] = []
+        grads: list[Tensor] = []
         if touched or not pending:
             given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
             if grads or are_sharded or not pending:
@@ -248,8 +249,8 @@ def _over_group(norm: Tensor, order: float, process_group: Any, call: str = "cli
 
 
 def _clipped_by_plan(params: list[Tensor], max_norm: float, others: list[Tensor], are_sharded: bool) -> Tensor | None:
-    """Clips fp32 gradients, of DTensors this rank's parts, by their norm and ``others``, without torch's dispatcher.
-    None, and nothing has changed, for other gradients, and for DTensors of several grids."""
+    """Clips fp32 gradients, of DTensors this rank's parts, by their norm, joined with ``others``, without torch's
+    dispatcher. None, and nothing has changed, for other gradients, and for DTensors of several grids."""
     spreads = spreads_of(params) if are_sharded else []
     if len(spreads) > 1 or (spreads and len(spreads[0].counted) < len(params)):
         return None
