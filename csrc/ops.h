@@ -110,7 +110,6 @@ using PerTensor = std::vector<float*>;
 struct StepParameters {
   FoundInf found_inf{};
   ClippedFactor inv_scale;
-  Factor lr;
   bool maximize = false;
   bool unscales = false;          // whether the gradients become what the step computes with: times inv_scale
   bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
@@ -128,10 +127,15 @@ struct StepCall : StepParameters {
   // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
   std::array<std::vector<void*>, kCodedStates> scales;
   const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
-  TensorRule rule;                   // what becomes of the step counts
+  // Tensors may differ in lr and numbers. Each with elements has a row of `rates`, `rules` and the op's options; all have
+  // the first where `row` is empty.
+  std::vector<int32_t> row;
+  std::vector<Factor> rates;       // lr
+  std::vector<TensorRule> rules;   // what becomes of the step counts
   void* workspace = nullptr;         // step_workspace bytes on the CPU
   void* norms = nullptr;             // norms_workspace bytes, where the op asks for norms of tensors
 
+  int32_t row_of(int64_t tensor) const { return row.empty() ? 0 : row[tensor]; }
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
 
@@ -148,7 +152,7 @@ int norms_for(const Options&) {
 
 // A ScaleUpdate may be null, and its flag is the call's. norms_workspace: bytes for `count` norms of each tensor, and
 // for the partial sums they come from.
-#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const Options&);
+#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const std::vector<Options>& rows);
 #define AMPCTX_ENTRIES                                                                                        \
   void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*); \
   void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);     \

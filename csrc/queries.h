@@ -27,6 +27,34 @@ inline bool same_members(PyObject* groups, PyObject* members) {
   return true;
 }
 
+// Whether dicts hold the same keys and values, in order. A type stands for its instances, `object` for all there is.
+inline bool same_entries(PyObject* mappings) {
+  for (Py_ssize_t i = 0; i < PyList_Size(mappings); ++i) {
+    PyObject *const row = PyList_GetItem(mappings, i), *const mapping = PyTuple_GetItem(row, 0),
+                    *const keys = PyTuple_GetItem(row, 1), *const values = PyTuple_GetItem(row, 2);
+    if (PyDict_Size(mapping) != PyList_Size(keys)) return false;
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0, k = 0; PyDict_Next(mapping, &at, &key, &value); ++k) {
+      PyObject* const former = PyList_GetItem(values, k);
+      const bool is_any = former == reinterpret_cast<PyObject*>(&PyBaseObject_Type);
+      const bool is_same = former == value || former == reinterpret_cast<PyObject*>(Py_TYPE(value)) || is_any;
+      if (PyList_GetItem(keys, k) != key || !is_same) return PyErr_Clear(), false;
+    }
+  }
+  return true;
+}
+
+// same_groups(groups, entries): whether the param groups are the dicts of the entries, and hold these.
+inline PyObject* same_groups(PyObject*, PyObject* given) {
+  PyObject *groups, *entries;
+  if (!PyArg_ParseTuple(given, "OO", &groups, &entries)) return nullptr;
+  bool is_same = PyList_Size(groups) == PyList_Size(entries);
+  for (Py_ssize_t i = 0; is_same && i < PyList_Size(groups); ++i) {
+    is_same = PyList_GetItem(groups, i) == PyTuple_GetItem(PyList_GetItem(entries, i), 0);
+  }
+  return PyErr_Clear(), PyBool_FromLong(is_same && same_entries(entries));
+}
+
 // marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
 inline PyObject* marks(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);

@@ -30,7 +30,6 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import wrote
 from ampctx.kernels.spec import OPTIMIZERS
-from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
@@ -206,7 +205,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
-        return OPTIONS[self._op_of(group)](self, group)
+        spec = OPTIMIZERS[self._op_of(group)]
+        found = {number.name: number.value(self, group) for number in spec.numbers}
+        return found | dict.fromkeys(spec.factors, 0.0)  # if no group needs the factor
 
     @property
     def _master_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -362,11 +363,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             step.wrote()
 
     def _new_works(self, step: Step) -> list[Work]:
-        members = [_work.members_of(self, g, step) for g in range(len(self.param_groups))]
-        works: list[Work] = []
-        for group, kinds in zip(self.param_groups, members, strict=True):
-            for kind, found in kinds.items():
-                works += _work.works_of(self, group, kind, found, step)
+        members = _work.members_of(self, step)
+        works = [work for (_, kind), found in members.items() for work in _work.works_of(self, kind, found, step)]
         if self._call_elements is not None:
             most = self._call_elements
             works = [part for work in works for part in work.parts([None] * len(work.members), most)]
@@ -412,13 +410,25 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if work.sharded:
             wrote(work.members)
 
-    def _numbers_of(self, group: Group) -> dict[str, Any]:
-        """The numbers of an op call that the options of a group give."""
-        return {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
+    def _numbers_of(self, work: Work) -> dict[str, Any]:
+        """The numbers of an op call that the options of its groups give. Those in which they differ are in a table."""
+        group, columns = work.group, OPTIMIZERS[self._op_of(work.group)].columns
+        found = {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
+        if work.groups:
+            table = [[{**self._op_options(own), "lr": own["lr"]}[name] for name in columns] for own in work.groups]
+            pairs = zip((table, work.rows), (torch.float64, torch.int64), strict=True)
+            found["rows"] = tuple(torch.tensor(values, dtype=dtype, device="cpu") for values, dtype in pairs)
+        return found
+
+    @property
+    def _joins_groups(self) -> bool:
+        """Whether one call may step several groups. A step of a subclass, or over ranks, reads the options of one."""
+        is_split = self._split_step is not None and layerwise.any_split(self.param_groups)
+        return type(self)._launch is FusedOptimizer._launch and not is_split
 
     def _arguments(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments of a call's op besides lists. Takes the skip counts for the first call."""
-        return {**self._numbers_of(work.group), **self._numbers_now(work, step, norm)}
+        return {**self._numbers_of(work), **self._numbers_now(work, step, norm)}
 
     def _numbers_now(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments that each step brings."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from array import array
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
+from ampctx.kernels.plan import Column, Entries, Plan, PlannedCall, make_plan, marks, same_groups
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.optimizers import _state_types
+from ampctx.optimizers._options import Group
 from ampctx.optimizers._state_types import forms_of
 from ampctx.optimizers._work import Work, defaults_of, settings_of, writes_all
 from ampctx.weights.step import Step
@@ -70,21 +72,24 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
 
 # The attributes of optimizers that are numbers of op calls, or choose these.
 _ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
-_ATTRIBUTES |= {n.of[5:].split()[0] for spec in OPTIMIZERS.values() for n in spec.numbers if n.of.startswith("self.")}
+_ATTRIBUTES |= {n.of for spec in OPTIMIZERS.values() for n in spec.numbers if n.of and isinstance(n.of, str)}
 _FIXED = (float, int, bool, str, type(None), torch.dtype)
 
 
-def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
-    """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
-    found: list[Any] = list(map(getattr, repeat(optimizer), _ATTRIBUTES, repeat(None)))
-    for group in optimizer.param_groups:
-        found += (type(group["lr"]), *map(group.get, names))
-    return found
+def attributes_of(optimizer: Any) -> list[Any]:
+    return list(map(getattr, repeat(optimizer), _ATTRIBUTES, repeat(None)))
+
+
+def entries_of(group: Group, names: Sequence[str]) -> Entries:
+    """What a group has to keep: the options ``names``, and the type of lr."""
+    kept = {**dict.fromkeys(group, object), **{name: group[name] for name in names if name in group}}
+    return group, list(group), [*{**kept, "lr": type(group["lr"])}.values()]
 
 
 def is_fixed(option: Any) -> bool:
-    """Whether no program can change the value in place, nor make it one to check by ``options_of``."""
-    return option is float or type(option) in _FIXED or (type(option) is tuple and set(map(type, option)) == {float})
+    """Whether no program can change the value in place, nor make it one to check."""
+    is_tuple = type(option) is tuple and set(map(type, option)) == {float}
+    return option is float or option is object or type(option) in _FIXED or is_tuple
 
 
 class StepPlan:
@@ -115,16 +120,21 @@ class StepPlan:
         """Whether all options are the values that were checked, lr excepted, which is a float again."""
         if (known := self._options) is None:
             return False
-        now = options_of(optimizer, self._names)
-        return len(now) == len(known) and all(map(is_, now, known))
+        return same_groups(optimizer.param_groups, known) and all(map(is_, attributes_of(optimizer), self._attributes))
 
     def renew(self, optimizer: Any) -> None:
         """Takes over checked options. Where they need other calls, the plan runs no more."""
-        now = options_of(optimizer, self._names)
-        self._options = now if all(map(is_fixed, now)) else None
-        numbers = [optimizer._numbers_of(work.group) for work in self._works]
-        self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
+        self._attributes = attributes_of(optimizer)
+        found = [entries_of(group, self._names) for group in optimizer.param_groups]
+        self._options = found if all(map(is_fixed, chain(self._attributes, *(row[2] for row in found)))) else None
         self._fits = self._settings == settings_of(optimizer)
+        numbers = [optimizer._numbers_of(work) for work in self._works]
+        self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
+        self._tables = []
+        for fixed in self._fixed:
+            table, fixed["rows"] = fixed["rows"]
+            self._tables.append(numbers := array("d", table.flatten().tolist()))
+            fixed["table"] = torch.frombuffer(numbers, dtype=torch.float64) if numbers else table
 
     def seen(self) -> dict[Tensor, bytes]:
         """The marks of these weights when they agreed with their states."""
@@ -155,7 +165,9 @@ class StepPlan:
         given: list[tuple[Any, ...]] = []
         counts = list(step.counts or ())
         try:
-            for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
+            for work, take, fixed, table in zip(self._works, self._takers, self._fixed, self._tables, strict=True):
+                if table:
+                    table[:: len(table) // len(work.groups)] = array("d", [group["lr"] for group in work.groups])
                 given.append(take({**fixed, **optimizer._numbers_now(work, step, norm)}))
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:
