@@ -268,15 +268,16 @@ class StepArguments {
     if (rows_.numel != (count ? step.lists.total_tensors : 0)) {
       call.refuse("rows", "has ", rows_.numel, " elements, expected one for each tensor where there is a table");
     }
-    std::vector<Options> options{of_call};
-    if (count) options.clear(), step.rates.clear();
+    std::vector<Options> options(count ? 0 : 1, of_call);
+    step.lists.table = table, step.lists.columns = Options::kColumns;
+    if (count) step.rates.clear();
     for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns) {
       options.push_back(of_call.with(of_row)), step.rates.push_back({nullptr, *of_row});
     }
     for (size_t i = 0; count && i < step.lists.index.size(); ++i) {
       const int64_t own = row[step.lists.index[i]];
       if (own < 0 || own >= count) call.refuse("rows", "has ", own, ", the table has ", count, " rows");
-      step.row.push_back(static_cast<int32_t>(own));
+      step.lists.row.push_back(static_cast<int32_t>(own));
     }
     for (const Options& each : options) {
       step.rules.push_back(StepOp<Options>::rule(each));

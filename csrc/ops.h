@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "functors/codes.h"
@@ -23,7 +24,15 @@ struct TensorLists {
   std::vector<int64_t> numel;                         // [tensor]
   std::vector<int64_t> index;                         // [tensor], position in the caller's list
   int64_t total_tensors = 0;                          // length of the caller's lists
+  // Of a step whose tensors differ in numbers: the row of each in a table. Without one all have row 0.
+  std::vector<int32_t> row;
+  const double* table = nullptr;
+  int64_t columns = 0;
 
+  int32_t row_of(int64_t tensor) const { return row.empty() ? 0 : row[tensor]; }
+  bool same_rows(int32_t a, int32_t b) const {
+    return a == b || std::memcmp(table + columns * a, table + columns * b, columns * sizeof(double)) == 0;
+  }
   int64_t size() const { return static_cast<int64_t>(numel.size()); }
   bool computes_in_f64() const {
     for (int list = 0; list < depth; ++list) {
@@ -127,15 +136,12 @@ struct StepCall : StepParameters {
   // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
   std::array<std::vector<void*>, kCodedStates> scales;
   const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
-  // Tensors may differ in lr and numbers. Each with elements has a row of `rates`, `rules` and the op's options; all have
-  // the first where `row` is empty.
-  std::vector<int32_t> row;
-  std::vector<Factor> rates;       // lr
-  std::vector<TensorRule> rules;   // what becomes of the step counts
+  // By rows of `lists`, as the op's options are.
+  std::vector<Factor> rates;      // lr
+  std::vector<TensorRule> rules;  // what becomes of the step counts
   void* workspace = nullptr;         // step_workspace bytes on the CPU
   void* norms = nullptr;             // norms_workspace bytes, where the op asks for norms of tensors
 
-  int32_t row_of(int64_t tensor) const { return row.empty() ? 0 : row[tensor]; }
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
 

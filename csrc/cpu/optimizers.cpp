@@ -26,7 +26,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
     const double t = next_step(*call.steps[i]);
     *call.steps[i] = static_cast<float>(t);
     if (number == call.lists.size() || call.lists.index[number] != i) continue;
-    const TensorRule& rule = call.rules[call.row_of(number)];
+    const TensorRule& rule = call.rules[call.lists.row_of(number)];
     if (t != known || rule.beta1 != used.beta1 || rule.beta2 != used.beta2) last = tensor_scalars<T>(rule, t, number);
     known = t, used = rule;
     scalars[number] = last;
@@ -54,7 +54,7 @@ class StepAccess {
   StepBlock<T> begin(const Block& block, Buffers& buffers) const {
     StepBlock<T> at{};
     at.n = block.size;
-    at.lr = static_cast<T>(call_.rates[call_.row_of(block.tensor)].value);
+    at.lr = static_cast<T>(call_.rates[call_.lists.row_of(block.tensor)].value);
     const T inv_scale = static_cast<T>(call_.inv_scale.value);
     at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
     at.tensor = scalars_[block.tensor];
@@ -180,7 +180,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
     const bool reads = !is_direct || call.unscales;
     if (reads) access.read_gradients(at, block, buffers);
     loop(at, reads ? at.grad : memory(lists, 0, block), is_direct ? memory(lists, 1, block) : at.weight,
-         memory(lists, lists.depth - 1, block), rows[call.row_of(block.tensor)]);
+         memory(lists, lists.depth - 1, block), rows[call.lists.row_of(block.tensor)]);
     if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
@@ -204,13 +204,13 @@ void step_as(const Context& context, const StepCall& call, const std::vector<Lam
   const auto move_moments = [&](const Block& block, Buffers& buffers) {
     StepBlock<T> at = access.open(block, buffers);
     access.read_gradients(at, block, buffers);
-    loops.lamb_moments(at, lambs[call.row_of(block.tensor)]);
+    loops.lamb_moments(at, lambs[call.lists.row_of(block.tensor)]);
     access.write_states(at, block, buffers);
     access.read_states(at, block, buffers);
     return at;
   };
   const auto descend = [&](const StepBlock<T>& at, const Block& block, Buffers& buffers, T rate) {
-    loops.lamb_direction(at, lambs[call.row_of(block.tensor)], buffers.u.data);
+    loops.lamb_direction(at, lambs[call.lists.row_of(block.tensor)], buffers.u.data);
     loops.descend(at.weight, buffers.u.data, block.size, rate);
     access.write_weights(at, block, buffers);
   };
@@ -226,14 +226,14 @@ void step_as(const Context& context, const StepCall& call, const std::vector<Lam
   for_each_block(context, call.lists, [&](const Block& block) {
     Buffers buffers;
     const StepBlock<T> at = move_moments(block, buffers);
-    loops.lamb_direction(at, lambs[call.row_of(block.tensor)], buffers.u.data);
+    loops.lamb_direction(at, lambs[call.lists.row_of(block.tensor)], buffers.u.data);
     double* const sums = partial + 2 * block.number;
     norm(at.weight, block.size, 1, &sums[0]);
     norm(buffers.u.data, block.size, 1, &sums[1]);
   });
   std::vector<T> rate(call.lists.numel.size());
   for_each_total<2>(call.lists, partial, [&](int64_t tensor, const double (&sum)[2]) {
-    const int32_t row = call.row_of(tensor);
+    const int32_t row = call.lists.row_of(tensor);
     rate[tensor] = static_cast<T>(call.rates[row].value);
     if (!has_ratio(rows[row])) return;
     rate[tensor] = lamb_rate(rate[tensor], static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1])));

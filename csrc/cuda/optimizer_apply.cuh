@@ -41,44 +41,53 @@ constexpr int resident_step_blocks(bool rounds, int lists) {
 
 template <class Optimizer, bool rounds, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, resident_step_blocks(rounds, 2 + Optimizer::kStates + extras + unscales))
-    step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
-                StepCounts counts) {
+    step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call,
+                const __grid_constant__ StepNumbers<Optimizer, Table::kRows> numbers) {
   if (is_skipped(call)) return;
   StepFunctor<Optimizer, rounds, extras, unscales> functor{
-      optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
+      numbers.optimizer(0), {call.inv_scale.get(), call.maximize}, numbers.lr[0].get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   if constexpr (rounds) code_table<Optimizer::kStates>().fill();
   constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
   constexpr int at_once = depth + unscales > 5 ? kVector / 4 : kVector / 2;  // or registers spill
   for_each_step_segment<depth>(
-      table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
+      table, share, numbers, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
         functor.tensor = scalars;
+        if constexpr (Table::kRows > 1) {
+          const int row = table.row_of(tensor);
+          functor.optimizer = numbers.optimizer(row);
+          functor.lr = numbers.lr[row].get();
+        }
         walk_segment<rounds, written, at_once>(table, tensor, begin, size, read, call, functor);
       });
 }
 
-template <bool rounds, bool extras, bool unscales, class Optimizer>
-void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
+constexpr int kMostRows = 32;  // that a launch may have
+
+template <class Optimizer, bool rounds, bool extras, bool unscales, class Options>
+void launch_step(const Context& context, const StepCall& call, const std::vector<Options>& options) {
   StepParameters parameters = call;
-  for_each_step_table<rounds, 3 + Optimizer::kStates + extras>(call, [&](const auto& table) {
-    constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, std::decay_t<decltype(table)>>;
-    launch_over<kernel>(context, table, parameters, optimizer, counts);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  int64_t first = 0;
+  for_each_step_table<rounds, 3 + Optimizer::kStates + extras, kMostRows>(call, [&](const auto& table) {
+    using Table = std::decay_t<decltype(table)>;
+    constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, Table>;
+    const StepNumbers<Optimizer, Table::kRows> numbers(call, options, table, tickets, first);
+    launch_over<kernel>(context, table, parameters, numbers);
     parameters.skips = {};
-    counts.first += table.count;
+    first += table.count;
   });
 }
 
-template <class Options, class Optimizer>
-void update(const Context& context, const StepCall& call, const Optimizer& optimizer) {
-  StepCounts counts(call);
-  if (call.lists.size() > 0) counts.tickets = tickets_for(context);
+template <class Optimizer, class Options>
+void update(const Context& context, const StepCall& call, const std::vector<Options>& options) {
   const auto launch = [&](auto unscales) {
     if constexpr (may_round_states<Options>(Optimizer::kStates)) {
-      if (rounds_states(call)) return launch_step<true, true, true>(context, call, optimizer, counts);
+      if (rounds_states(call)) return launch_step<Optimizer, true, true, true>(context, call, options);
     }
-    has_extras(call.write_back) ? launch_step<false, true, unscales>(context, call, optimizer, counts)
-                                : launch_step<false, false, unscales>(context, call, optimizer, counts);
+    has_extras(call.write_back) ? launch_step<Optimizer, false, true, unscales>(context, call, options)
+                                : launch_step<Optimizer, false, false, unscales>(context, call, options);
   };
   call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
   advance_empty_steps(context, call);
@@ -86,8 +95,8 @@ void update(const Context& context, const StepCall& call, const Optimizer& optim
 
 // Of the functors the one for as many states.
 template <class Options, class... Optimizers>
-void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  ((call.states() == Optimizers::kStates ? update<Options>(context, call, Optimizers(options)) : void()), ...);
+void step(const Context& context, const StepCall& call, const std::vector<Options>& options, Functors<Optimizers...>) {
+  ((call.states() == Optimizers::kStates ? update<Optimizers>(context, call, options) : void()), ...);
 }
 
 }  // namespace ampctx::cuda
