@@ -44,9 +44,9 @@ def _options_header(specs) -> str:
         reads = ", ".join("in.number()" if n.type == "float" else "in.flag()" for n in spec.numbers)  # in this order
         parts += [f"struct {_options(spec)} {{", *fields, "", "  template <class Arguments>"]
         parts += [f"  static {_options(spec)} taken(Arguments& in) {{ return {{{reads}}}; }}"]
-        own = " ".join(f"own.{name} = *++row;" for name in spec.columns[1:])
-        parts += [f"  {_options(spec)} with(const double* row) const {{", f"    {_options(spec)} own = *this;"]
-        parts += [f"    {own}", "    return own;", "  }", f"  static constexpr int kColumns = {len(spec.columns)};", "};\n"]
+        of_row = [f"row[{spec.columns.index(n.name)}]" if n.type == "float" else n.name for n in spec.numbers]
+        parts += [f"  {_options(spec)} with(const double* row) const {{ return {{{', '.join(of_row)}}}; }}"]
+        parts += [f"  static constexpr int kColumns = {len(spec.columns)};", "};\n"]
     return "\n".join([*parts, "}  // namespace ampctx\n"])
 
 
@@ -84,16 +84,17 @@ def _step_ops_header(specs) -> str:
     ]
     parts += ["template <class Options>", "struct StepOp;\n"]
     for spec in specs:
-        numbers = {number.name for number in spec.numbers}
-        rule = "{options.beta1, options.beta2, options.bias_correction, 0}" if "bias_correction" in numbers else "{}"
-        argument = "options" if "bias_correction" in numbers else ""
+        has_rule = "bias_correction" in {number.name for number in spec.numbers}
+        rule = "options.beta1, options.beta2, options.bias_correction" if has_rule else "0, 0, false"
+        options = f"const {_options(spec)}&{' options' if has_rule else ''}"
         sized = [_state_list(state) for state in spec.sized]
         parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
         names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
         parts += [f'  static constexpr const char* {name} = "{op}";' for name, op in names.items()]
         parts += [_array("StateList", "states", sized)]
         parts += [_array("const char*", "factors", [f'"{factor}"' for factor in spec.factors])]
-        parts += [f"  static TensorRule rule(const {_options(spec)}& {argument}) {{ return {rule}; }}", "};\n"]
+        parts += [f"  static constexpr int norms = {0 if spec.elementwise else 2};  // of each tensor"]
+        parts += [f"  static TensorRule rule({options}, int64_t seed) {{ return {{{rule}, seed}}; }}", "};\n"]
     return "\n".join([*parts, "}  // namespace ampctx\n"])
 
 

@@ -262,15 +262,13 @@ class StepArguments {
     const auto* const table = static_cast<const double*>(data("table", table_, aoti_torch_dtype_float64()));
     const auto* const row = static_cast<const int64_t*>(data("rows", rows_, aoti_torch_dtype_int64()));
     const int64_t count = table_.numel / Options::kColumns;
-    if (count * Options::kColumns != table_.numel) {
-      call.refuse("table", "has ", table_.numel, " elements, expected rows of ", Options::kColumns);
+    if (count * Options::kColumns != table_.numel || rows_.numel != (count ? step.lists.total_tensors : 0)) {
+      call.refuse("rows", "has ", rows_.numel, " elements, the table ", table_.numel,
+                  ": expected one for each tensor, ", "and rows of ", Options::kColumns, ", or none");
     }
-    if (rows_.numel != (count ? step.lists.total_tensors : 0)) {
-      call.refuse("rows", "has ", rows_.numel, " elements, expected one for each tensor where there is a table");
-    }
-    std::vector<Options> options(count ? 0 : 1, of_call);
+    std::vector<Options> options{of_call};
+    if (count) options.clear(), step.rates.clear();
     step.lists.table = table, step.lists.columns = Options::kColumns;
-    if (count) step.rates.clear();
     for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns) {
       options.push_back(of_call.with(of_row)), step.rates.push_back({nullptr, *of_row});
     }
@@ -279,10 +277,7 @@ class StepArguments {
       if (own < 0 || own >= count) call.refuse("rows", "has ", own, ", the table has ", count, " rows");
       step.lists.row.push_back(static_cast<int32_t>(own));
     }
-    for (const Options& each : options) {
-      step.rules.push_back(StepOp<Options>::rule(each));
-      step.rules.back().seed = seed_;
-    }
+    for (const Options& each : options) step.rules.push_back(StepOp<Options>::rule(each, seed_));
     return options;
   }
 
@@ -349,7 +344,6 @@ class StepArguments {
       const View& view = scales.tensors[i];
       if (!view.is_strided) call.refuse(name, "is not a strided tensor");
       call.check_dtype(name, view, aoti_torch_dtype_float32());
-      call.check_device(name, view);
       if (const int64_t expected = code_blocks(grads().tensors[i].numel); view.numel != expected) {
         call.refuse(name, "has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of ",
                     ArgumentName("grads", i));
@@ -400,10 +394,8 @@ void step_op(Arguments& in) {
     backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);
   }
   if (step.lists.total_tensors == 0) return;
-  const int64_t scalars = backend.has_device_pointers ? 0 : step_workspace(step.lists);
-  int norms = 0;
-  for (const Options& of_row : rows) norms = std::max(norms, norms_for(of_row));
-  step.workspace = scope.allocate(scalars + backend.norms_workspace(step.lists, norms));
+  const int64_t scalars = backend.has_device_pointers ? 0 : step.lists.size() * sizeof(TensorScalars<double>);
+  step.workspace = scope.allocate(scalars + backend.norms_workspace(step.lists, Op::norms));
   step.norms = static_cast<char*>(step.workspace) + scalars;
   (backend.*kernel)(scope.context, step, rows);
 }

@@ -126,9 +126,8 @@ struct StepParameters {
   SkipCounts skips;  // The kernel counts; on the CPU, and where no tensor has elements, library.cpp does.
 };
 
-// What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. The
-// step counts go up by one before anything is computed. CUDA: pointer[depth] holds
-// their addresses, as one more list of the table.
+// What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. Step
+// counts go up by one before anything is computed. CUDA: pointer[depth] holds their addresses.
 struct StepCall : StepParameters {
   TensorLists lists;
   PerTensor steps;              // step counts
@@ -139,22 +138,11 @@ struct StepCall : StepParameters {
   // By rows of `lists`, as the op's options are.
   std::vector<Factor> rates;      // lr
   std::vector<TensorRule> rules;  // what becomes of the step counts
-  void* workspace = nullptr;         // step_workspace bytes on the CPU
-  void* norms = nullptr;             // norms_workspace bytes, where the op asks for norms of tensors
+  void* workspace = nullptr;      // for TensorScalars<double> of each tensor on the CPU; CUDA kernels make theirs
+  void* norms = nullptr;          // norms_workspace bytes, where the op asks for norms of tensors
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
-
-// The scalars of each tensor that has elements. CUDA kernels make theirs as they go.
-inline int64_t step_workspace(const TensorLists& lists) {
-  return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
-}
-
-// How many norms of each tensor an op needs room for.
-template <class Options>
-int norms_for(const Options&) {
-  return 0;
-}
 
 // A ScaleUpdate may be null, and its flag is the call's. norms_workspace: bytes for `count` norms of each tensor, and
 // for the partial sums they come from.

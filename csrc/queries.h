@@ -28,11 +28,12 @@ inline bool same_members(PyObject* groups, PyObject* members) {
 }
 
 // Whether dicts hold the same keys and values, in order. A type stands for its instances, `object` for all there is.
-inline bool same_entries(PyObject* mappings) {
+// `dicts`: which ones they have to be.
+inline bool same_entries(PyObject* mappings, PyObject* dicts = nullptr) {
   for (Py_ssize_t i = 0; i < PyList_Size(mappings); ++i) {
     PyObject *const row = PyList_GetItem(mappings, i), *const mapping = PyTuple_GetItem(row, 0),
                     *const keys = PyTuple_GetItem(row, 1), *const values = PyTuple_GetItem(row, 2);
-    if (PyDict_Size(mapping) != PyList_Size(keys)) return false;
+    if (PyDict_Size(mapping) != PyList_Size(keys) || (dicts && PyList_GetItem(dicts, i) != mapping)) return false;
     PyObject *key, *value;
     for (Py_ssize_t at = 0, k = 0; PyDict_Next(mapping, &at, &key, &value); ++k) {
       PyObject* const former = PyList_GetItem(values, k);
@@ -48,11 +49,7 @@ inline bool same_entries(PyObject* mappings) {
 inline PyObject* same_groups(PyObject*, PyObject* given) {
   PyObject *groups, *entries;
   if (!PyArg_ParseTuple(given, "OO", &groups, &entries)) return nullptr;
-  bool is_same = PyList_Size(groups) == PyList_Size(entries);
-  for (Py_ssize_t i = 0; is_same && i < PyList_Size(groups); ++i) {
-    is_same = PyList_GetItem(groups, i) == PyTuple_GetItem(PyList_GetItem(entries, i), 0);
-  }
-  return PyErr_Clear(), PyBool_FromLong(is_same && same_entries(entries));
+  return PyBool_FromLong(PyList_Size(groups) == PyList_Size(entries) && same_entries(entries, groups));
 }
 
 // marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.

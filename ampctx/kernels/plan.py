@@ -23,7 +23,7 @@ from ampctx.kernels.tensor_loops import all_none, grad_of, is_fake, same_items, 
 Column = list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[dict[str, Any]], str, list[Tensor]] | None
 
 
-# A dict, and the keys and values that it must keep, in order: each the very object, one of this type, or any ``object``.
+# A dict, and the keys and values that it must keep, in order: each the very object, one of a type, or any ``object``.
 Entries = tuple[dict[Any, Any], list[Any], list[Any]]
 
 

@@ -121,8 +121,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _ops: ClassVar[tuple[str, ...]]
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, step).
     _split_step: Callable[..., None] | None = None
-    # Whether a group has a parameter twice.
-    _has_repeats = False
+    # Whether a subclass makes op calls by itself, and whether a group has a parameter twice.
+    _has_own_launch = _has_repeats = False
     # torch calls it for each class that has instances.
     profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment]
     # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
@@ -136,6 +136,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._has_own_launch = cls._launch is not FusedOptimizer._launch
         if "_op" in vars(cls):
             cls._ops = vars(cls).get("_ops", (cls._op,))
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -206,8 +207,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
         spec = OPTIMIZERS[self._op_of(group)]
-        found = {number.name: number.value(self, group) for number in spec.numbers}
-        return found | dict.fromkeys(spec.factors, 0.0)  # if no group needs the factor
+        numbers = {number.name: number.value(self, group) for number in spec.numbers}
+        return numbers | dict.fromkeys(spec.factors, 0.0)  # if no group needs the factor
 
     @property
     def _master_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -351,7 +352,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                     self._launch(work, step, norm)
                     if after is not None:
                         after(work.members)
-            if made and after is None and type(self)._launch is FusedOptimizer._launch:
+            if made and after is None and not self._has_own_launch:
                 plan = step_plan(self, calls, made, step)
         if step.unscales:
             _work.finish_unscaling(calls)
@@ -411,20 +412,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             wrote(work.members)
 
     def _numbers_of(self, work: Work) -> dict[str, Any]:
-        """The numbers of an op call that the options of its groups give. Those in which they differ are in a table."""
-        group, columns = work.group, OPTIMIZERS[self._op_of(work.group)].columns
-        found = {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
-        if work.groups:
-            table = [[{**self._op_options(own), "lr": own["lr"]}[name] for name in columns] for own in work.groups]
-            pairs = zip((table, work.rows), (torch.float64, torch.int64), strict=True)
-            found["rows"] = tuple(torch.tensor(values, dtype=dtype, device="cpu") for values, dtype in pairs)
-        return found
-
-    @property
-    def _joins_groups(self) -> bool:
-        """Whether one call may step several groups. A step of a subclass, or over ranks, reads the options of one."""
-        is_split = self._split_step is not None and layerwise.any_split(self.param_groups)
-        return type(self)._launch is FusedOptimizer._launch and not is_split
+        """The numbers of an op call that the options of its groups give."""
+        own = {"maximize": bool(work.group["maximize"]), "seed": work.group["seed"]}
+        return {**self._op_options(work.group), **own, **_work.rows_of(self, work)}
 
     def _arguments(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments of a call's op besides lists. Takes the skip counts for the first call."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from array import array
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -82,8 +82,7 @@ def attributes_of(optimizer: Any) -> list[Any]:
 
 def entries_of(group: Group, names: Sequence[str]) -> Entries:
     """What a group has to keep: the options ``names``, and the type of lr."""
-    kept = {**dict.fromkeys(group, object), **{name: group[name] for name in names if name in group}}
-    return group, list(group), [*{**kept, "lr": type(group["lr"])}.values()]
+    return group, list(group), [type(v) if k == "lr" else v if k in names else object for k, v in group.items()]
 
 
 def is_fixed(option: Any) -> bool:
@@ -118,9 +117,8 @@ class StepPlan:
 
     def knows(self, optimizer: Any) -> bool:
         """Whether all options are the values that were checked, lr excepted, which is a float again."""
-        if (known := self._options) is None:
-            return False
-        return same_groups(optimizer.param_groups, known) and all(map(is_, attributes_of(optimizer), self._attributes))
+        is_same = self._options is not None and same_groups(optimizer.param_groups, self._options)
+        return is_same and all(map(is_, attributes_of(optimizer), self._attributes))
 
     def renew(self, optimizer: Any) -> None:
         """Takes over checked options. Where they need other calls, the plan runs no more."""
@@ -128,13 +126,13 @@ class StepPlan:
         found = [entries_of(group, self._names) for group in optimizer.param_groups]
         self._options = found if all(map(is_fixed, chain(self._attributes, *(row[2] for row in found)))) else None
         self._fits = self._settings == settings_of(optimizer)
-        numbers = [optimizer._numbers_of(work) for work in self._works]
-        self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
-        self._tables = []
+        if not self._fits:
+            return
+        self._fixed = [{**own, **optimizer._numbers_of(w)} for own, w in zip(self._defaults, self._works, strict=True)]
         for fixed in self._fixed:
             table, fixed["rows"] = fixed["rows"]
-            self._tables.append(numbers := array("d", table.flatten().tolist()))
-            fixed["table"] = torch.frombuffer(numbers, dtype=torch.float64) if numbers else table
+            memory = fixed["memory"] = array("d", table.flatten().tolist())
+            fixed["table"] = torch.frombuffer(memory, dtype=torch.float64) if memory else table
 
     def seen(self) -> dict[Tensor, bytes]:
         """The marks of these weights when they agreed with their states."""
@@ -165,8 +163,8 @@ class StepPlan:
         given: list[tuple[Any, ...]] = []
         counts = list(step.counts or ())
         try:
-            for work, take, fixed, table in zip(self._works, self._takers, self._fixed, self._tables, strict=True):
-                if table:
+            for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
+                if table := fixed["memory"]:  # of rows, each with its lr first
                     table[:: len(table) // len(work.groups)] = array("d", [group["lr"] for group in work.groups])
                 given.append(take({**fixed, **optimizer._numbers_now(work, step, norm)}))
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None

@@ -70,13 +70,12 @@ def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
 
 
 class Members(NamedTuple):
-    """Parameters of one kind with gradients, these gradients, and the numbers of the parameters in all groups; their
-    groups, and the place of each one's group among these."""
+    """Parameters of one kind with gradients, these gradients, the numbers of the parameters in all groups, and the
+    places of their groups."""
 
     params: list[Tensor]
     grads: list[Tensor]
     numbers: list[int]
-    groups: list[Group]
     rows: list[int]
 
 
@@ -181,14 +180,12 @@ def members_of(optimizer: Any, step: Step) -> dict[tuple[Any, Kind], Members]:
             destination = "model" if p in step.models else optimizer.layout_of(p)
             key = settings, (destination, is_pending, p.numel() >= coded_from)
             if key not in found:
-                found[key] = Members([], [], [], [], [])
+                found[key] = Members([], [], [], [])
             members = found[key]
-            if not members.groups or members.groups[-1] is not group:
-                members.groups.append(group)
             members.params.append(p)
             members.grads.append(grad)
             members.numbers.append(first + i)
-            members.rows.append(len(members.groups) - 1)
+            members.rows.append(g)
         first += len(group["params"])
     return found
 
@@ -213,7 +210,7 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
 def works_of(optimizer: Any, kind: Kind, members: Members, step: Step) -> Iterator[Work]:
     """The op calls that step ``members`` of ``optimizer``, one for each device and combination of dtypes. Plain torch
     takes one group at a time. Makes their state."""
-    group, (destination, is_pending, in_codes) = members.groups[0], kind
+    group, (destination, is_pending, in_codes) = optimizer.param_groups[members.rows[0]], kind
     forms = forms_of(OPTIMIZERS[optimizer._op_of(group)], group, in_codes)
     states = states_of(optimizer, forms, destination, members.params)
     targets, extra = members.params, []
@@ -249,9 +246,20 @@ def works_of(optimizer: Any, kind: Kind, members: Members, step: Step) -> Iterat
             # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
             numbers = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)]
         work = Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
-        work = work.of_groups(members.groups, rows)
+        work = work.of_groups(optimizer.param_groups, rows)
         yield from [work] if fused or not work.rows else work.parts(work.rows, sys.maxsize)
         relaid = ()
+
+
+def rows_of(optimizer: Any, work: Work) -> dict[str, Any]:
+    """The numbers in which the groups of a call differ, as the op takes them: a table, and the rows of the members."""
+    if not work.groups:
+        return {}
+    columns = OPTIMIZERS[optimizer._op_of(work.group)].columns
+    options = [{**optimizer._op_options(group), "lr": group["lr"]} for group in work.groups]
+    table = [[of_group[name] for name in columns] for of_group in options]
+    pairs = (table, torch.float64), (work.rows, torch.int64)
+    return {"rows": tuple(torch.tensor(values, dtype=dtype, device="cpu") for values, dtype in pairs)}
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
@@ -283,8 +291,10 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
 def settings_of(optimizer: Any) -> list[tuple[Any, ...]]:
     """For each group, the options that choose the op call, its state and all but its numbers. Groups with equal ones
     share calls. A plan is dropped when they differ."""
-    of_all, joins = (optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights), optimizer._joins_groups
-    found = []
+    of_all = (optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights)
+    # A step of a subclass, or over ranks, reads the options of one group.
+    over_ranks = optimizer._split_step and any_sharded(p for g in optimizer.param_groups for p in g["params"])
+    joins, found = not (optimizer._has_own_launch or over_ranks), []
     for g, group in enumerate(optimizer.param_groups):
         op, kept = optimizer._op_of(group), group.get("state_dtype")
         alone = None if joins and not isinstance(group["lr"], Tensor) else g

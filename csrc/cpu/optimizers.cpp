@@ -157,13 +157,13 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The step itself, with the scalars of advance_steps(). If states are fp32, and weights fp32 or split, the loop
+// The step itself. If states are fp32, and weights fp32 or split, the loop
 // (simd_optimizers.cpp) converts 16-bit gradients and extras itself; else blocks are converted around it.
 template <class T, class Optimizer>
-void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars,
-            const std::vector<Optimizer>& rows, const StepLoopsOf<T, Optimizer>& loops) {
+void walk(const Context& context, const StepCall& call, const std::vector<Optimizer>& rows) {
   const TensorLists& lists = call.lists;
-  const StepAccess<T> access(call, scalars);
+  const StepLoopsOf<T, Optimizer>& loops = optimizer_loops<T>(simd()).steps;
+  const StepAccess<T> access(call, advance_steps<T>(call));
   const WriteBack mode = call.write_back;
   const DType extra = has_extras(mode) ? lists.dtype[lists.depth - 1] : DType::f32;
   const DType grad = call.unscales ? DType::f32 : lists.dtype[0];  // unscaled gradients are fp32
@@ -246,11 +246,7 @@ void step_as(const Context& context, const StepCall& call, const std::vector<Lam
 
 template <class T, class Options, class... Optimizers>
 void step_by(const Context& context, const StepCall& call, const std::vector<Options>& rows, Functors<Optimizers...>) {
-  const StepLoops<T>& loops = optimizer_loops<T>(simd()).steps;
-  const TensorScalars<T>* const scalars = advance_steps<T>(call);
-  ((call.states() == Optimizers::kStates
-        ? update<T, Optimizers>(context, call, scalars, {rows.begin(), rows.end()}, loops)
-        : void()),
+  ((call.states() == Optimizers::kStates ? walk<T, Optimizers>(context, call, {rows.begin(), rows.end()}) : void()),
    ...);
 }
 
@@ -262,7 +258,7 @@ void step_as(const Context& context, const StepCall& call, const std::vector<Opt
 
 }  // namespace
 
-#define AMPCTX_STEP(op, Options, unused)                                                                             \
+#define AMPCTX_STEP(op, Options, unused)                                                                       \
   void op(const Context& context, const StepCall& call, const std::vector<Options>& rows) {                    \
     if (call.found_inf.is_set()) return;                                                                       \
     call.lists.computes_in_f64() ? step_as<double>(context, call, rows) : step_as<float>(context, call, rows); \

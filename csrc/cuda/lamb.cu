@@ -15,14 +15,8 @@ enum class Walk { moments, weights, all };
 struct LambParameters {
   StepParameters step;
   Factor global_grad_norm;
-  float *norms = nullptr, *pieces = nullptr;
-  unsigned* tickets = nullptr;
-
-  LambParameters(const Context& context, const StepCall& call) : step(call), global_grad_norm(call.factors[0]) {
-    if (call.lists.size() == 0) return;
-    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
-    tickets = tickets_for(context);
-  }
+  float *norms, *pieces;
+  unsigned* tickets;
 };
 
 template <Walk walk, bool rounds, bool extras, bool unscales>
@@ -98,13 +92,9 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
   // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
   constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
   constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
-  LambFunctor<walk, rounds, extras, unscales> functor{lamb,
-                                                      {call.step.inv_scale.get(), call.step.maximize},
-                                                      lr,
-                                                      call.step.write_back,
-                                                      table.dtype[1],
-                                                      table.dtype[2],
-                                                      table.dtype[3]};
+  const GradientScale<unscales> scale(call.step.inv_scale.get(), call.step.maximize);
+  const DType param = table.dtype[1], m = table.dtype[2], v = table.dtype[3];
+  LambFunctor<walk, rounds, extras, unscales> functor{lamb, scale, lr, call.step.write_back, param, m, v};
   for_each_step_segment<functor.kDepth>(
       table, share, numbers, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
         functor.tensor = scalars;
@@ -122,15 +112,17 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
 
 template <bool rounds, bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const std::vector<LambOptions>& rows) {
-  LambParameters parameters(context, call);
+  auto* const norms = static_cast<float*>(call.norms);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  LambParameters parameters{call, call.factors[0], norms, norms + 2 * call.lists.size(), tickets};
   int64_t first = 0;
   // A launch for each row: the order of its sums depends on the tensors of a launch.
   for_each_step_table<rounds, 5 + extras, 1>(call, [&](const auto& table) {
-    StepNumbers<Lamb<float>, 1> numbers(call, rows, table, parameters.tickets, first);
+    StepNumbers<Lamb<float>, 1> numbers(call, rows, table, tickets, first);
     const auto launch = [&](auto walk) {
       constexpr bool stores = unscales && walk != Walk::weights;
       constexpr auto kernel = &lamb_kernel<walk, rounds, extras, stores, std::decay_t<decltype(table)>>;
-      numbers.tickets = walk == Walk::moments ? nullptr : parameters.tickets;  // the last walk advances the counts
+      numbers.tickets = walk == Walk::moments ? nullptr : tickets;  // the last walk advances the counts
       launch_over<kernel>(context, table, parameters, numbers);
       parameters.step.skips = {};
     };

@@ -42,18 +42,15 @@ constexpr int kOtherParameters = 288;
 constexpr int kFewParameters = 4096;
 constexpr int kManyParameters = 32764;
 constexpr int kDriverWithManyParameters = 12010;
-#if CUDART_VERSION >= 12010
-constexpr bool kHasManyParameters = true;
-#else
-constexpr bool kHasManyParameters = false;
-#endif
+constexpr bool kHasManyParameters = CUDART_VERSION >= 12010;
 
 // Its tensors have up to kRows different rows of the call's, for which the launch has kRowBytes each.
 constexpr int kRowBytes = 80;
 template <int depth, int bytes, int rows = 1>
 struct Table {
   static constexpr int kParameters = bytes + kOtherParameters, kRows = rows;
-  static constexpr int kCapacity = (bytes - 40 - (rows > 1 ? rows * (kRowBytes + 4) : 0)) / (8 + 8 * depth + (rows > 1));
+  static constexpr int kCapacity =
+      (bytes - 40 - (rows > 1 ? rows * (kRowBytes + 4) : 0)) / (8 + 8 * depth + (rows > 1));
 
   int64_t offset[kCapacity + 1];  // offset[t] elements come before tensor t; offset[count] is the total
   void* pointer[depth][kCapacity];
@@ -66,7 +63,8 @@ struct Table {
   __host__ __device__ int row_of(int tensor) const { return rows > 1 ? row[tensor] : 0; }
 };
 
-// With Adam, 78 tensors of one row take the small table, and up to 607 the large one: ResNet-50 (161), BERT-large (393).
+// With Adam, 78 tensors of one row take the small table, and up to 607 the large one: ResNet-50 (161), BERT-large
+// (393).
 template <int depth>
 using SmallTable = Table<depth, kFewParameters - kOtherParameters>;
 template <int depth, int rows = 1>
@@ -94,8 +92,7 @@ template <int depth, int bytes, int rows>
 int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes, rows>& table) {
   static_assert(sizeof(table) + (rows > 1 ? rows * kRowBytes : 0) <= bytes);
   const int64_t most = std::min<int64_t>(lists.size() - first, table.kCapacity);
-  table.rows_used = 0;
-  table.offset[0] = 0;
+  table.rows_used = 0, table.offset[0] = 0;
   int32_t t = 0;
   for (; t < most; ++t) {
     const int32_t row = lists.row_of(first + t);
@@ -161,8 +158,7 @@ inline bool driver_takes_many_parameters() {
   return version >= kDriverWithManyParameters;
 }
 
-// Calls launch(table) for the lists, or for successive parts of them, with the smallest table that fits. `rows`: how
-// many a launch may have.
+// Calls launch(table) for the lists, or for successive parts of them, with the smallest table that fits.
 template <int depth, int rows = 1, class Launch>
 void for_each_table(const TensorLists& lists, const Launch& launch) {
   for (int64_t first = 0; first < lists.size();) {

@@ -35,17 +35,17 @@ struct StepFunctor {
   }
 };
 
-constexpr int resident_step_blocks(bool rounds, int lists) {
-  return rounds ? kRoundedBlocks : resident_blocks_for(lists);
-}
-
 template <class Optimizer, bool rounds, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, resident_step_blocks(rounds, 2 + Optimizer::kStates + extras + unscales))
+__global__ void __launch_bounds__(kThreads, rounds ? kRoundedBlocks
+                                                   : resident_blocks_for(2 + Optimizer::kStates + extras + unscales))
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call,
                 const __grid_constant__ StepNumbers<Optimizer, Table::kRows> numbers) {
   if (is_skipped(call)) return;
-  StepFunctor<Optimizer, rounds, extras, unscales> functor{
-      numbers.optimizer(0), {call.inv_scale.get(), call.maximize}, numbers.lr[0].get(), call.write_back, table.dtype[1]};
+  StepFunctor<Optimizer, rounds, extras, unscales> functor{numbers.optimizer(0),
+                                                           {call.inv_scale.get(), call.maximize},
+                                                           numbers.lr[0].get(),
+                                                           call.write_back,
+                                                           table.dtype[1]};
   constexpr int depth = functor.kDepth;
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   if constexpr (rounds) code_table<Optimizer::kStates>().fill();
