@@ -17,21 +17,15 @@ from typing import Any
 class Number:
     """A hyperparameter, "float" or "bool". Without ``default`` the typed call requires it.
 
-    ``of``: the attribute of a fused optimizer with its value, or a function of (optimizer, group) that gives it. By
-    default it is ``group[name]``. ``checked``: a float must be at least 0.
+    ``of``: where a fused optimizer has its value: an attribute; the option of a group and an index; or a function of
+    (optimizer, group). By default it is ``group[name]``. ``checked``: a float must be at least 0.
     """
 
     name: str
     type: str = "float"
     default: float | bool | None = None
-    of: str | Callable[[Any, Any], Any] = ""
+    of: str | tuple[str, int] | Callable[[Any, Any], Any] = ""
     checked: bool = True
-
-    def value(self, optimizer: Any, group: Any) -> Any:
-        """Its value for a group of a fused optimizer."""
-        of = self.of
-        found = of(optimizer, group) if callable(of) else getattr(optimizer, of) if of else group[self.name]
-        return bool(found) if self.type == "bool" else found
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ class OpSpec:
         return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
 
 
-BETAS = tuple(Number(f"beta{i + 1}", of=lambda _, group, i=i: group["betas"][i]) for i in range(2))
+BETAS = (Number("beta1", of=("betas", 0)), Number("beta2", of=("betas", 1)))
 EPS, WEIGHT_DECAY = Number("eps"), Number("weight_decay")
 NO_DECAY = Number("weight_decay", default=0.0)
 BIAS_CORRECTION = Number("bias_correction", "bool", True)

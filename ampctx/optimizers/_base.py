@@ -204,11 +204,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         betas = ["betas"] if any(number.name == "beta1" for number in numbers) else []
         return betas + [number.name for number in numbers if number.type == "float" and not number.of]
 
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        """The op's numbers, except those of all optimizers."""
-        spec = OPTIMIZERS[self._op_of(group)]
-        numbers = {number.name: number.value(self, group) for number in spec.numbers}
-        return numbers | dict.fromkeys(spec.factors, 0.0)  # if no group needs the factor
+    _op_options = _options.numbers_of
 
     @property
     def _master_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -414,7 +410,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def _numbers_of(self, work: Work) -> dict[str, Any]:
         """The numbers of an op call that the options of its groups give."""
         own = {"maximize": bool(work.group["maximize"]), "seed": work.group["seed"]}
-        return {**self._op_options(work.group), **own, **_work.rows_of(self, work)}
+        rows = _work.rows_of(self, work) if work.groups else {}
+        return {**self._op_options(work.group), **own, **rows}
 
     def _arguments(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments of a call's op besides lists. Takes the skip counts for the first call."""

@@ -103,7 +103,7 @@ class StepPlan:
         self._takers = [itemgetter("skips", *spec.values) for spec in specs]
         self._defaults = list(map(defaults_of, ops_of, works))
         self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
-        self._settings = settings_of(optimizer)
+        self._settings = [*attributes_of(optimizer), *settings_of(optimizer)]
         self._writes_all = writes_all(works, step)
         self._masters = None if step.pending is None else step.pending.masters
         # By call: the places of its members among the masters with pending gradients, or None where it reads ``.grad``.
@@ -125,7 +125,7 @@ class StepPlan:
         self._attributes = attributes_of(optimizer)
         found = [entries_of(group, self._names) for group in optimizer.param_groups]
         self._options = found if all(map(is_fixed, chain(self._attributes, *(row[2] for row in found)))) else None
-        self._fits = self._settings == settings_of(optimizer)
+        self._fits = self._settings == [*self._attributes, *settings_of(optimizer)]
         if not self._fits:
             return
         self._fixed = [{**own, **optimizer._numbers_of(w)} for own, w in zip(self._defaults, self._works, strict=True)]

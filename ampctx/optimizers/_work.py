@@ -21,15 +21,15 @@ from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_la
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, is_sharded, local, part_number, place_grads, wrote
 from ampctx.kernels.spec import OPTIMIZERS
-from ampctx.optimizers._options import Group, check_one_element, param_name, refuse_sparse
+from ampctx.optimizers._options import FLAGS, Group, check_one_element, param_name, refuse_sparse
 from ampctx.optimizers._state_types import forms_of, smallest_coded, states_of
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
-# By op: the options that switch one of its lists of state on.
-_SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in OPTIMIZERS.items()}
+# By op: the bool options of a group, and those that switch one of its lists of state on.
+_SWITCHES = {name: (*FLAGS[name], *(s.if_set for s in spec.sized if s.if_set)) for name, spec in OPTIMIZERS.items()}
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -114,9 +114,7 @@ class Work(NamedTuple):
         """The call with the groups that its members belong to: those at ``rows`` of ``groups``."""
         used = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         own = [groups[row] for row in used]
-        if len(own) == 1:
-            return self._replace(group=own[0], groups=(), rows=())
-        return self._replace(group=own[0], groups=own, rows=[used[row] for row in rows])
+        return self._replace(group=own[0], groups=own if len(own) > 1 else (), rows=[used[row] for row in rows])
 
     @property
     def is_pending(self) -> bool:
@@ -139,7 +137,7 @@ class Work(NamedTuple):
             members, numbers = [self.members[i] for i in places], [self.numbers[i] for i in places]
             # All copies of gradients go with the first.
             part = self._replace(members=members, lists=lists, numbers=numbers, relaid=relaid)
-            found.append(part.of_groups(self.groups, [self.rows[i] for i in places]) if self.rows else part)
+            found.append(part.of_groups(self.groups, [self.rows[i] for i in places]) if self.groups else part)
             relaid = ()
         return found
 
@@ -246,15 +244,13 @@ def works_of(optimizer: Any, kind: Kind, members: Members, step: Step) -> Iterat
             # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
             numbers = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)]
         work = Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
-        work = work.of_groups(optimizer.param_groups, rows)
-        yield from [work] if fused or not work.rows else work.parts(work.rows, sys.maxsize)
+        work = work if len(optimizer.param_groups) == 1 else work.of_groups(optimizer.param_groups, rows)
+        yield from [work] if fused or not work.groups else work.parts(work.rows, sys.maxsize)
         relaid = ()
 
 
 def rows_of(optimizer: Any, work: Work) -> dict[str, Any]:
     """The numbers in which the groups of a call differ, as the op takes them: a table, and the rows of the members."""
-    if not work.groups:
-        return {}
     columns = OPTIMIZERS[optimizer._op_of(work.group)].columns
     options = [{**optimizer._op_options(group), "lr": group["lr"]} for group in work.groups]
     table = [[of_group[name] for name in columns] for of_group in options]
@@ -289,19 +285,17 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
 
 
 def settings_of(optimizer: Any) -> list[tuple[Any, ...]]:
-    """For each group, the options that choose the op call, its state and all but its numbers. Groups with equal ones
-    share calls. A plan is dropped when they differ."""
-    of_all = (optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights)
+    """For each group, the options that choose its op call and state, and what cannot differ within a call. Groups with
+    equal ones share calls. A plan is dropped when they change."""
     # A step of a subclass, or over ranks, reads the options of one group.
     over_ranks = optimizer._split_step and any_sharded(p for g in optimizer.param_groups for p in g["params"])
     joins, found = not (optimizer._has_own_launch or over_ranks), []
     for g, group in enumerate(optimizer.param_groups):
         op, kept = optimizer._op_of(group), group.get("state_dtype")
-        alone = None if joins and not isinstance(group["lr"], Tensor) else g
         kept = tuple(kept.items()) if isinstance(kept, dict) else kept
-        given = [bool(group[name]) for name in ("maximize", *_SWITCHES[op])]
-        given += [value for value in optimizer._op_options(group).values() if type(value) is bool]
-        found.append((*of_all, op, alone, kept, group.get("min_8bit_size"), group["seed"], *given))
+        alone = None if joins and not isinstance(group["lr"], Tensor) else g
+        switches = map(bool, map(group.get, _SWITCHES[op]))
+        found.append((op, alone, kept, group.get("min_8bit_size"), group["seed"], *switches))
     return found
 
 
