@@ -6,16 +6,7 @@ import re
 import pytest
 import torch
 from backends import COMPILED, PLAIN_OPS, refused, right_call
-from optimizer_calls import (
-    ADAGRAD,
-    ADAM,
-    AMSGRAD,
-    LAMB,
-    MOMENTUM,
-    SGD,
-    make_call,
-    on_optimizers,
-)
+from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, LAMB, MOMENTUM, SGD, make_call, on_optimizers
 
 from ampctx.kernels import definitions, extension, ops
 
@@ -219,6 +210,10 @@ STEP_ERRORS = [
     (ADAM, replaced("skips", lambda d: [d(())] * 3), "skips has 3 tensors, expected none or 5"),
     (ADAM, replaced("skips", lambda d: [d((), dtype=I32)] * 5), "skips[0] has dtype torch.int32, expected float32"),
     (ADAM, replaced("skips", lambda d: [d(())] * 4 + [d(2)]), "skips[4] has 2 elements, expected 1"),
+    (ADAM, option("table", lambda d: t(5)), "table has dtype torch.float32, expected float64"),
+    (ADAM, option("table", lambda d: t(5, dtype=F64)), "rows has 0 elements, the table 5"),
+    (ADAM, option("rows", lambda d: t(2, dtype=I32)), "rows has dtype torch.int32, expected int64"),
+    (ADAM, lambda call, d: call.options.update(table=t(10, dtype=F64), rows=torch.tensor([0, 2])), "rows has 2, the"),
     (ADAM, option("grad_norm", lambda d: d(2)), "grad_norm has 2 elements, expected 1"),
     (ADAM, option("grad_norm", lambda d: d((), dtype=I32)), "grad_norm has dtype torch.int32, expected float32"),
 ]  # fmt: skip
