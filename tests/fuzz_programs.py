@@ -53,7 +53,6 @@ TORCH = {name: make for name, make in OPTIMIZERS.items() if "-" in name} | {
     "FusedSGD": OPTIMIZERS["SGD-plain"],
     "FusedAdagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
-# Of param groups.
 OWN = {}, {"lr": 0.005, "weight_decay": 0.125}, {"lr": 0.02, "betas": (0.5, 0.75), "momentum": 0.5, "eps": 1e-3}
 Program = dict[str, Any]
 # Where, what, and the value: text, (dtype, shape, bytes), or (RAISES, the class, the message).
@@ -252,7 +251,7 @@ def drawn(seed: int) -> Program:
     start["scale"] = rng.choice(["dynamic", "dynamic", 128.0, 1.0])
     start["names"] = [name for name in SHAPES if rng.random() < 0.85] or ["a"]
     start["groups"], start["opts"] = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 1, 2])
-    start["own"] = rng.choice([0, 1, 2])  # from where on groups have options of their own
+    start["own"] = rng.choice([0, 1, 2])  # 0: all groups have the same options
     start["to_none"] = rng.choice([True, True, True, False, None])
     options = start["options"]
     if level is None:

@@ -122,21 +122,13 @@ def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver
 # Kernels of each op for 161 tensors (as ResNet-50 has) and 400: one for a step; those with norms of tensors have a walk
 # for the norms besides. And those for 4,000, which the parameters of one kernel do not hold.
 LAUNCHES = {
-    "multi_tensor_scale": (1, 3),
     "multi_tensor_axpby": (1, 4),
-    "multi_tensor_l2norm": (1, 3),
-    "multi_tensor_scale_and_update": (1, 3),
-    "multi_tensor_scale_clipped": (1, 3),
-    "multi_tensor_unscale_l2norm_and_update": (1, 3),
-    "block_factors": (1, 1),
-    "count_skip": (1, 1),
-    "update_scale": (1, 1),
+    **dict.fromkeys(("multi_tensor_scale", "multi_tensor_scale_clipped", "multi_tensor_scale_and_update"), (1, 3)),
+    **dict.fromkeys(("multi_tensor_l2norm", "multi_tensor_unscale_l2norm_and_update"), (1, 3)),
+    **dict.fromkeys(("block_factors", "count_skip", "update_scale"), (1, 1)),
     "adam": (1, 7),
     "sgd": (1, 5),
-    "momentum": (1, 6),
-    "adagrad": (1, 6),
-    "lion": (1, 6),
-    "muon": (1, 6),
+    **dict.fromkeys(("momentum", "adagrad", "lion", "muon"), (1, 6)),
     "lamb": (2, 12),
 }
 

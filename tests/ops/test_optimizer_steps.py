@@ -46,9 +46,8 @@ def test_rows_of_numbers_step_as_calls_of_their_own(backend, optimizer):
     call, columns = make_call(backend, optimizer, sizes), SPECS[optimizer.op.removeprefix("multi_tensor_")].columns
     # In turn; of LAMB, whose norms depend on the tensors of a launch, one after the other. One row is without decay.
     rows = [i * count // len(sizes) if "lamb" in optimizer.name else i * 7 % count for i in range(len(sizes))]
-    numbers = {**call.options, "lr": 0.01}
+    numbers, joined = {**call.options, "lr": 0.01}, call.clone()
     table = [[numbers[n] * (1 - k / 50) * (n != "weight_decay" or k != 5) for n in columns] for k in range(count)]
-    joined = call.clone()
     joined.options |= {"table": torch.tensor(table, dtype=torch.float64), "rows": torch.tensor(rows)}
     expected = joined.expected()
     for k, of_row in enumerate(table):
