@@ -1,4 +1,5 @@
-"""The base of the fused optimizers. A step calls the op once for each (group, device, dtypes, write back).
+"""The base of the fused optimizers. A step calls the op once for each (device, dtypes, write back): param groups share
+calls where only numbers differ.
 
 A step needs no host sync. What it is given, and the op calls, are in ``ampctx.optimizers._work``.
 

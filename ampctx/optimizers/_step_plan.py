@@ -81,7 +81,7 @@ def attributes_of(optimizer: Any) -> list[Any]:
 
 
 def entries_of(group: Group, names: Sequence[str]) -> Entries:
-    """What a group has to keep: the options ``names``, and the type of lr."""
+    """The options ``names`` of a group, which it has to keep, and the type of lr."""
     return group, list(group), [type(v) if k == "lr" else v if k in names else object for k, v in group.items()]
 
 
