@@ -1,11 +1,10 @@
-// Arguments of one op call, in their order, and its results. Two sources: torch's dispatcher (through the C shim, owned
-// here) or a plan (through DLPack, owned by the plan).
+// Arguments of one op call, in their order, and its results. Two sources: torch's dispatcher (owned here) or a plan
+// (owned by the plan). `view_of` reads the tensors of both, through the C shim.
 #pragma once
 
 #include <algorithm>
 #include <deque>
 
-#include "python_abi.h"
 #include "torch_abi.h"
 
 namespace ampctx {
@@ -26,10 +25,8 @@ struct View {
   bool is_defined = false;  // not where None stands for a tensor
   bool is_strided = false;  // only then the rest is known
   bool is_contiguous = false;
-  bool has_memory = false;  // its elements, if any, lie within its storage
-  // Of a plan's: the bytes of its elements, and whether the storage has no others.
-  int64_t bytes = 0;
-  bool fills_storage = false;
+  bool has_memory = false;     // its elements, if any, lie within its storage
+  bool fills_storage = false;  // which has no others
 };
 
 using Views = std::vector<View>;
@@ -68,27 +65,23 @@ inline bool same_strides(const Layout& a, const Layout& b) {
   return true;
 }
 
-// The types that ops take, first those of DType in its order: torch's number, and DLPack's kind and bits.
+// The types that ops take, first those of DType in its order: torch's number, and bytes of an element.
 struct ElementType {
   int32_t (*number)();
-  uint8_t kind, bits;
+  int64_t bytes;
 };
 constexpr ElementType kTypes[] = {
-    {aoti_torch_dtype_float32, python_abi::kDLFloat, 32},   {aoti_torch_dtype_float16, python_abi::kDLFloat, 16},
-    {aoti_torch_dtype_bfloat16, python_abi::kDLBfloat, 16}, {aoti_torch_dtype_float64, python_abi::kDLFloat, 64},
-    {aoti_torch_dtype_int16, python_abi::kDLInt, 16},       {aoti_torch_dtype_int8, python_abi::kDLInt, 8},
-    {aoti_torch_dtype_uint8, python_abi::kDLUInt, 8},       {aoti_torch_dtype_int32, python_abi::kDLInt, 32},
-    {aoti_torch_dtype_int64, python_abi::kDLInt, 64},
+    {aoti_torch_dtype_float32, 4}, {aoti_torch_dtype_float16, 2}, {aoti_torch_dtype_bfloat16, 2},
+    {aoti_torch_dtype_float64, 8}, {aoti_torch_dtype_int16, 2},   {aoti_torch_dtype_int8, 1},
+    {aoti_torch_dtype_uint8, 1},   {aoti_torch_dtype_int32, 4},   {aoti_torch_dtype_int64, 8},
 };
 
 // Null for other types.
-template <class IsIt>
-const ElementType* find_type(const IsIt& is_it) {
-  const auto* const found = std::find_if(std::begin(kTypes), std::end(kTypes), is_it);
-  return found == std::end(kTypes) ? nullptr : found;
-}
 inline const ElementType* type_of(int32_t number) {
-  return find_type([&](const ElementType& type) { return type.number() == number; });
+  for (const ElementType& type : kTypes) {
+    if (type.number() == number) return &type;
+  }
+  return nullptr;
 }
 
 // `is_written`: torch then makes a copy-on-write tensor's own memory.
@@ -105,8 +98,9 @@ inline View view_of(const torch_abi::Tensor& tensor, bool is_written) {
   // Somebody may have freed the storage (FSDP does between uses of a parameter) or made it smaller under a view. The
   // address is then null, or null and an offset, or one behind the end: its pointer must not be used.
   const ElementType* const type = type_of(view.dtype);
-  const int64_t bytes = type ? type->bits / 8 : 0;
-  view.has_memory = view.numel == 0 || (tensor.storage_offset() + view.numel) * bytes <= tensor.storage_bytes();
+  const int64_t bytes = type ? type->bytes : 0, stored = tensor.storage_bytes();
+  view.has_memory = view.numel == 0 || (tensor.storage_offset() + view.numel) * bytes <= stored;
+  view.fills_storage = view.numel * bytes == stored;
   if (view.has_memory && type) view.data = is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data());
   return view;
 }
@@ -129,10 +123,10 @@ class Arguments {
   // `is_written`: whether the op writes them.
   const Views& list(bool is_written = false) {
     if (lists_) return *lists_->at(next_list_++);
-    owned_.push_back(torch_abi::to_tensor_list(take()));
+    torch_abi::TensorList& owned = owned_.emplace_back();
     Views& views = views_.emplace_back();
-    views.reserve(owned_.back().size());
-    for (const torch_abi::Tensor& tensor : owned_.back()) views.push_back(view_of(tensor, is_written));
+    torch_abi::take_list(take(), [&](torch_abi::Tensor tensor) { owned.push_back(std::move(tensor)); });
+    for (const torch_abi::Tensor& tensor : owned) views.push_back(view_of(tensor, is_written));
     return views;
   }
   View tensor(bool is_written = false) {

@@ -448,12 +448,27 @@ int register_kernels(const char* ns) {
   return 0;
 }
 
+// The op `read` of plans and questions, on all backends that have kernels.
+int register_reading(const char* ns) {
+  const auto add = [ns](const char* key, auto boxed) {
+    TorchLibraryHandle library = nullptr;
+    return aoti_torch_library_init_impl(ns, key, "ampctx", 0, &library) == 0 &&
+           torch_library_impl(library, "read", boxed, torch_abi::kBuildVersion) == 0;
+  };
+  using python::Reader;
+  return add("CPU", Reader::take) && add("CUDA", Reader::take) && add("Negative", Reader::refuse) &&
+                 add("ZeroTensor", Reader::refuse)
+             ? 0
+             : 2;
+}
+
 // register(backend, namespace): 0, or a code that says why there are no kernels.
 PyObject* register_backend(PyObject*, PyObject* given) {
   const char *backend, *ns;
   if (!PyArg_ParseTuple(given, "ss", &backend, &ns)) return nullptr;
   int code = 4;  // built without this backend
   if (std::strcmp(backend, "cpu") == 0) code = register_kernels<kCpu>(ns);
+  if (std::strcmp(backend, "read") == 0) code = register_reading(ns);
 #ifdef AMPCTX_WITH_CUDA
   // 3: a torch without CUDA
   if (std::strcmp(backend, "cuda") == 0) code = aoti_torch_get_current_cuda_stream ? register_kernels<kCuda>(ns) : 3;

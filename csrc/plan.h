@@ -31,14 +31,6 @@ struct State {
   std::vector<Column> columns;
   std::vector<PlannedCall> calls;
   bool is_running = false;
-
-  ~State() { forget(); }
-  void forget() {
-    for (Column& column : columns) {
-      Py_CLEAR(column.read);
-      Py_CLEAR(column.whole);
-    }
-  }
 };
 
 // Whether two gradients lie at one place.
@@ -60,7 +52,21 @@ struct CallArguments {
   std::vector<const Views*> lists;
   std::vector<Value> values;
 
-  bool take(State& state, const PlannedCall& planned, PyObject* arguments) {
+  // A value is a number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything
+  // else.
+  bool take_value(Reader& reader, PyObject* from, Value& value) {
+    View& view = value.view;
+    if (!PyFloat_Check(from) && !PyLong_Check(from)) return reader.put_into(&view), reader.add(from);
+    value.number = PyFloat_AsDouble(from);
+    if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
+    view.data = &value.number, view.numel = 1, view.dtype = aoti_torch_dtype_float64();
+    view.device = torch_abi::Device::cpu();
+    view.is_defined = view.is_strided = view.is_contiguous = view.has_memory = true;
+    return !PyErr_Occurred();
+  }
+
+  // The reader reads the tensors later.
+  bool take(Reader& reader, const State& state, const PlannedCall& planned, PyObject* arguments) {
     Py_ssize_t next = 0;
     call = &planned;
     for (const int column : planned.columns) {
@@ -69,19 +75,30 @@ struct CallArguments {
         continue;
       }
       PyObject* const tensors = PyTuple_GetItem(arguments, next++);
-      if (!tensors || !read_list(tensors, fresh.emplace_back())) return false;
+      if (!tensors || !reader.add_list(tensors, fresh.emplace_back())) return false;
       lists.push_back(&fresh.back());
     }
     values.resize(PyTuple_Size(arguments) - next);
     for (Value& value : values) {
-      if (!take_value(PyTuple_GetItem(arguments, next++), value)) return false;
+      if (!take_value(reader, PyTuple_GetItem(arguments, next++), value)) return false;
     }
     return true;
   }
 };
+using Given = std::vector<CallArguments>;
+
+// What the calls of a run are given.
+inline bool take_arguments(Reader& reader, const State& state, PyObject* arguments, Given& given) {
+  given.resize(state.calls.size());
+  for (size_t i = 0; i < given.size(); ++i) {
+    PyObject* const of_call = PyList_GetItem(arguments, i);
+    if (!of_call || !given[i].take(reader, state, state.calls[i], of_call)) return false;
+  }
+  return true;
+}
 
 // False with an exception set, for what a kernel refuses.
-inline bool run_calls(const std::vector<CallArguments>& given) {
+inline bool run_calls(const Given& given) {
   std::string error;
   PyThreadState* const thread = PyEval_SaveThread();
   try {
@@ -99,12 +116,12 @@ inline bool run_calls(const std::vector<CallArguments>& given) {
 }
 
 // Tells autograd what was written.
-inline bool bump_versions(const State& state) {
+inline bool bump_versions(const State& state, const Reader& reader) {
   for (const PlannedCall& call : state.calls) {
     for (const int written : call.written) {
       const Column& column = state.columns[written];
-      PyObject* const tensors = column.read ? column.read : column.owners;
-      for (PyObject* written_now : {tensors, column.whole}) {
+      const Reference tensors = reader.items(column.first, column.size());
+      for (PyObject* written_now : {tensors.get(), column.whole.get()}) {
         if (!written_now) continue;
         const Reference done(PyObject_CallFunctionObjArgs(torch.increment_version, written_now, nullptr));
         if (!done) return false;
@@ -117,43 +134,37 @@ inline bool bump_versions(const State& state) {
 // Takes gradients that no call writes from their parameters.
 inline bool take_grads(const State& state) {
   for (const Column& column : state.columns) {
-    for (size_t i = 0; column.is_grads() && !column.is_written && i < column.hints.size(); ++i) {
+    for (size_t i = 0; column.is_grads() && column.is_kept && i < column.size(); ++i) {
       if (torch.set_grad(torch.grad, PyList_GetItem(column.owners, i), Py_None) != 0) return false;
     }
   }
   return true;
 }
 
-// Of columns that were just read.
-inline Code make_calls(State& state, PyObject* arguments, bool may_share) {
+// Of what was just read.
+inline Code make_calls(const State& state, const Reader& reader, const Given& given, bool may_share) {
   if (!may_share && is_shared(state)) return kDiffers;
-  std::vector<CallArguments> given(state.calls.size());
-  for (size_t i = 0; i < given.size(); ++i) {
-    PyObject* const of_call = PyList_GetItem(arguments, i);
-    if (!of_call || !given[i].take(state, state.calls[i], of_call)) return PyErr_Occurred() ? kError : kDiffers;
-  }
-  return run_calls(given) && bump_versions(state) ? kRuns : kError;
+  return run_calls(given) && bump_versions(state, reader) ? kRuns : kError;
 }
 
 // `grads`: for each column of gradients a list in place of those in `.grad` or None; or None for all. `takes`: see
 // `take_grads`.
-inline Code run_again(State& state, PyObject* groups, PyObject* arguments, PyObject* grads, bool may_share,
-                      bool takes) {
+inline Code run_again(State& state, Reader& reader, PyObject* groups, PyObject* arguments, PyObject* grads,
+                      bool may_share, bool takes) {
   if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kDiffers;
   if (!same_entries(state.mappings)) return kDiffers;
   for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
-    if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return PyErr_Clear(), kDiffers;
+    if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return differs();
   }
   Py_ssize_t next = 0;
   for (Column& column : state.columns) {
-    if (PyObject* const list = column.is_grads() && grads != Py_None ? PyList_GetItem(grads, next++) : Py_None;
-        list != Py_None) {
-      if (!list || PyList_Size(list) != static_cast<Py_ssize_t>(column.hints.size())) return PyErr_Clear(), kDiffers;
-      Py_IncRef(column.read = list);
-    }
-    if (const Code code = read_column(column, takes)) return code;
+    PyObject* const list = column.is_grads() && grads != Py_None ? PyList_GetItem(grads, next++) : Py_None;
+    if (!list) return kError;
+    if (const Code code = collect(reader, column, list == Py_None ? nullptr : list, takes)) return code;
   }
-  const Code code = make_calls(state, arguments, may_share);
+  Given given;
+  if (!take_arguments(reader, state, arguments, given) || !reader.read()) return differs();
+  const Code code = make_calls(state, reader, given, may_share);
   return code == kRuns && takes && !take_grads(state) ? kError : code;
 }
 
@@ -168,19 +179,21 @@ inline PyObject* run(PyObject*, PyObject* given) {
   if (state->is_running) return Py_NewRef(Py_None);
   state->is_running = true;
   const PlainGetters guard;
-  const Code code = run_again(*state, groups, arguments, grads, may_share, takes);
+  Reader reader;
+  const Code code = run_again(*state, reader, groups, arguments, grads, may_share, takes);
   PyObject* result = code == kError ? nullptr : code == kDiffers ? Py_NewRef(Py_None) : PyList_New(0);
   for (Column& column : state->columns) {
-    if (code == kRuns && result && column.is_grads() && PyList_Append(result, column.read) != 0) Py_CLEAR(result);
+    column.whole.reset();
+    if (code != kRuns || !result || !column.is_grads()) continue;
+    if (PyList_Append(result, reader.items(column.first, column.size()).get()) != 0) Py_CLEAR(result);
   }
-  state->forget();
   state->is_running = false;
   return result;
 }
 
 // Adds a column: a list of tensors; or (parameters, gradients); or (dicts, key, entries). A DTensor stands for this
 // rank's part. Its number, -1 for None, or -2 where a plan cannot read it.
-inline int add_column(State& state, PyObject* from) {
+inline int add_column(State& state, Reader& reader, PyObject* from) {
   if (from == Py_None) return -1;
   const Py_ssize_t size = PyTuple_Check(from) ? PyTuple_Size(from) : 0;
   Column column{size == 0   ? From::kList
@@ -193,28 +206,27 @@ inline int add_column(State& state, PyObject* from) {
       return static_cast<int>(i);
   }
   PyObject* const tensors = size == 0 ? from : PyTuple_GetItem(from, size - 1);
-  if (PyList_Size(tensors) != PyList_Size(column.owners)) return -2;
-  for (Py_ssize_t i = 0; i < PyList_Size(tensors); ++i) {
+  const Py_ssize_t count = PyList_Size(tensors);
+  if (count != PyList_Size(column.owners)) return -2;
+  column.first = reader.size();
+  column.views.resize(count), column.specs.resize(count);
+  reader.put_into(column.views.data());
+  for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject *tensor = PyList_GetItem(tensors, i), *const owner = PyList_GetItem(column.owners, i);
-    Reference part, spec;
+    Reference part;
     if (is_sharded(tensor)) {
-      spec = spec_of(tensor), part = part_of(tensor), tensor = part.get();
-      if (!spec || !part) return -2;
+      column.specs[i] = spec_of(tensor), part = part_of(tensor), tensor = part.get();
+      if (!column.specs[i]) return -2;
       column.is_sharded = true;
     }
-    View view;
-    if (!read(tensor, view)) return -2;
-    if (size == 2 && !is_plain(owner) && !is_sharded(owner)) return -2;
-    column.views.push_back(view);
-    // Gradients are others at each run.
-    column.hints.push_back({layout_number(view), tensor, size == 2 ? nullptr : storage_of(tensor), std::move(spec)});
+    if (!reader.add(tensor) || (size == 2 && !is_plain(owner) && !is_sharded(owner))) return -2;
   }
-  if (column.is_grads()) Py_IncRef(column.read = tensors);
   state.columns.push_back(std::move(column));
   return static_cast<int>(state.columns.size() - 1);
 }
 
-inline bool add_calls(State& state, PyObject* calls) {
+// Adds calls with what their columns, and the arguments unless null, are read as.
+inline bool add_calls(State& state, Reader& reader, PyObject* calls, PyObject* arguments, Given& given) {
   for (Py_ssize_t i = 0; i < PyList_Size(calls); ++i) {
     const char* op;
     PyObject *columns, *written;
@@ -222,7 +234,7 @@ inline bool add_calls(State& state, PyObject* calls) {
     PlannedCall& call = state.calls.emplace_back();
     call.name = std::string("ampctx::") + op;
     for (Py_ssize_t k = 0; k < PyList_Size(columns); ++k) {
-      call.columns.push_back(add_column(state, PyList_GetItem(columns, k)));
+      call.columns.push_back(add_column(state, reader, PyList_GetItem(columns, k)));
       if (call.columns.back() == -2) return false;
     }
     for (Py_ssize_t k = 0; k < PyTuple_Size(written); ++k) {
@@ -231,10 +243,13 @@ inline bool add_calls(State& state, PyObject* calls) {
       state.columns[column].is_written = true;
       call.written.push_back(column);
     }
+  }
+  if ((arguments && !take_arguments(reader, state, arguments, given)) || !reader.read()) return false;
+  for (PlannedCall& call : state.calls) {
     // Columns may be empty, not all of them.
     for (const int column : call.columns) {
       if (column < 0 || state.columns[column].views.empty()) continue;
-      call.kernel = kernel_of(op, state.columns[column].views[0].device.type);
+      call.kernel = kernel_of(call.name.c_str() + std::strlen("ampctx::"), state.columns[column].views[0].device.type);
       break;
     }
     if (!call.kernel) return false;
@@ -251,8 +266,12 @@ inline PyObject* make_plan(PyObject*, PyObject* given) {
     return nullptr;
   }
   const PlainGetters guard;
-  if (!add_calls(*state, calls)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  state->forget();
+  Reader reader;
+  Given none;
+  if (!add_calls(*state, reader, calls, nullptr, none)) return differs() == kError ? nullptr : Py_NewRef(Py_None);
+  for (Column& column : state->columns) {
+    std::transform(column.views.begin(), column.views.end(), std::back_inserter(column.layouts), layout_number);
+  }
   const auto free = [](PyObject* plan) { delete static_cast<State*>(PyCapsule_GetPointer(plan, kCapsule)); };
   PyObject* const plan = PyCapsule_New(state.get(), kCapsule, free);
   if (plan) state.release();
@@ -266,9 +285,10 @@ inline PyObject* run_once(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "OO", &calls, &arguments)) return nullptr;
   State state{};
   const PlainGetters guard;
-  const Code code = add_calls(state, calls) ? make_calls(state, arguments, false)
-                    : PyErr_Occurred()      ? kError
-                                            : kDiffers;
+  Reader reader;
+  Given to_calls;
+  const Code code =
+      add_calls(state, reader, calls, arguments, to_calls) ? make_calls(state, reader, to_calls, false) : differs();
   return code == kError ? nullptr : PyBool_FromLong(code == kRuns);
 }
 

@@ -60,14 +60,13 @@ inline PyObject* marks(PyObject*, PyObject* tensors) {
   std::vector<int64_t> found;
   found.reserve(2 * count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    View view;
-    if (!tensor || !look(tensor, view)) return PyErr_Clear(), Py_NewRef(Py_None);
+    if (!tensor || !is_plain(tensor)) return PyErr_Clear(), Py_NewRef(Py_None);
     const Reference version(torch.get_version(torch.version, tensor, nullptr));
-    if (!version) return PyErr_Clear(), Py_NewRef(Py_None);
+    const Reference address(version ? torch.data_ptr(tensor, nullptr) : nullptr);
+    if (!address) return PyErr_Clear(), Py_NewRef(Py_None);
     found.push_back(PyLong_AsLongLong(version.get()));
-    found.push_back(reinterpret_cast<int64_t>(view.data));
+    found.push_back(reinterpret_cast<int64_t>(PyLong_AsVoidPtr(address.get())));
   }
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), 8 * found.size());
 }
@@ -79,7 +78,6 @@ inline PyObject* have_no_grads(PyObject*, PyObject* tensors) {
   std::optional<PlainGetters> guard;
   if (count > 16) guard.emplace();  // for a few it costs more than it saves
   for (Py_ssize_t i = 0; i < count; ++i) {
-    prefetch_item(tensors, i);
     PyObject* const tensor = PyList_GetItem(tensors, i);
     if (!tensor || !(is_plain(tensor) || is_sharded(tensor))) return PyErr_Clear(), Py_NewRef(Py_None);
     if (grad_of(tensor).get() != Py_None) return PyErr_Clear(), PyBool_FromLong(false);
@@ -94,22 +92,29 @@ inline PyObject* spread_grads(PyObject*, PyObject* params) {
   if (count < 0) return nullptr;
   const Reference grads(PyList_New(count)), parts(PyList_New(count)), layouts(PyList_New(count));
   const auto none = [] { return Reference(Py_NewRef(Py_None)); };
+  Reader reader;
+  Views views(count);
+  reader.put_into(views.data());
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const param = PyList_GetItem(params, i);
     if (!is_sharded(param) && !is_plain(param)) return Py_NewRef(Py_None);
-    Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part;
+    Reference layout = is_sharded(param) ? spec_of(param) : none(), grad = grad_of(param), part = none();
     if (grad && grad.get() != Py_None) {
       const bool has_parts = is_sharded(grad.get());
-      const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
       part = has_parts ? part_of(grad.get()) : Reference(Py_NewRef(grad.get()));
-      View view;
-      if (!is_placed || !part || !look(part.get(), view)) return PyErr_Clear(), Py_NewRef(Py_None);
-      if (view.numel == 0) part.reset();
+      const bool is_placed = same_layout(has_parts ? spec_of(grad.get()) : none(), layout);
+      if (!is_placed || !reader.add(part.get())) return PyErr_Clear(), Py_NewRef(Py_None);
     }
     if (!grad || !layout) return PyErr_Clear(), Py_NewRef(Py_None);
     PyList_SetItem(layouts.get(), i, layout.release());
     PyList_SetItem(grads.get(), i, grad.release());
-    PyList_SetItem(parts.get(), i, part ? part.release() : Py_NewRef(Py_None));
+    PyList_SetItem(parts.get(), i, part.release());
+  }
+  if (!reader.read()) return PyErr_Clear(), Py_NewRef(Py_None);
+  const View* view = views.data();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const bool is_empty = PyList_GetItem(parts.get(), i) != Py_None && (view++)->numel == 0;
+    if (is_empty) PyList_SetItem(parts.get(), i, Py_NewRef(Py_None));
   }
   return PyTuple_Pack(3, grads.get(), parts.get(), layouts.get());
 }
@@ -142,12 +147,14 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
 
 // are_uniform(lists): whether one call can take the lists, which have equally many plain tensors.
 inline PyObject* are_uniform(PyObject*, PyObject* lists) {
+  Reader reader;
   std::deque<Views> found;
   for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
     PyObject* const tensors = PyTuple_GetItem(lists, i);
     if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
-    if (!read_list(tensors, found.emplace_back())) return PyErr_Clear(), PyBool_FromLong(false);
+    if (!reader.add_list(tensors, found.emplace_back())) return PyErr_Clear(), PyBool_FromLong(false);
   }
+  if (!reader.read()) return PyErr_Clear(), PyBool_FromLong(false);
   const Views& first = found[0];
   if (first.empty()) return PyBool_FromLong(false);
   for (const Views& views : found) {

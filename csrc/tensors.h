@@ -1,8 +1,14 @@
-// Tensors as Python objects: what they are now, read without torch's dispatcher.
+// Tensors as Python objects: what they are now.
 //
-// `read` asks a tensor, each time, all that plain code asks: through torch's DLPack exchange, and what that does not
-// tell by methods of Tensor. Gradients come from the descriptor Tensor.grad. The functions hold the GIL.
+// A Reader collects the tensors that a step or a question is about. One op call then hands all of them to C, where
+// `view_of` (arguments.h) asks each what it asks the tensors of every op. Gradients come from the descriptor
+// Tensor.grad. The functions hold the GIL.
 #pragma once
+
+// The limited API, so that one library serves every Python from 3.10.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
 
 #include <cstring>
 #include <memory>
@@ -11,16 +17,18 @@
 
 namespace ampctx::python {
 
-using python_abi::Reference;
+// A reference that is given back.
+struct GiveBack {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Reference = std::unique_ptr<PyObject, GiveBack>;
 
 // Set once by use_python(). If it returns False, Python must not call anything else in this file.
 struct Torch {
-  const python_abi::DLPackExchange* exchange = nullptr;
-  PyObject *grad = nullptr, *version = nullptr, *increment_version = nullptr, *types = nullptr,
+  PyObject *read = nullptr, *grad = nullptr, *version = nullptr, *increment_version = nullptr, *types = nullptr,
            *plain_getters = nullptr;
   PyObject* params = nullptr;
-  // Methods of a tensor and of its storage, as the C functions that they are.
-  PyCFunction is_neg = nullptr, untyped_storage = nullptr, nbytes = nullptr, data_ptr = nullptr;
+  PyCFunction data_ptr = nullptr;  // Tensor.data_ptr, as the C function that it is
   descrgetfunc get_grad = nullptr, get_version = nullptr;
   descrsetfunc set_grad = nullptr;
   // Given by use_dtensor(): the class, and the descriptors of this rank's part and of its layout over the ranks.
@@ -41,76 +49,76 @@ inline bool is_plain(PyObject* tensor) {
   return false;
 }
 
-// What DLPack tells of a plain tensor. False for other types, sparse and quantized tensors, and other devices.
-inline bool look(PyObject* tensor, View& view) {
-  python_abi::DLTensor found;
-  if (!is_plain(tensor)) return false;
-  if (torch.exchange->view(tensor, &found) != 0) return PyErr_Clear(), false;
-  const ElementType* const type = find_type([&](const ElementType& type) {
-    return found.dtype.lanes == 1 && found.dtype.code == type.kind && found.dtype.bits == type.bits;
-  });
-  if (!type) return false;
-  view.dtype = type->number();
-  if (found.device.type == python_abi::kDLCPU) {
-    view.device = torch_abi::Device::cpu();
-  } else if (found.device.type == python_abi::kDLCUDA) {
-    view.device = {aoti_torch_device_type_cuda(), found.device.index};
-  } else {
-    return false;
+// Whether a kernel may take the tensor's memory for its values: elements of a known type within the storage, none
+// between others. (torch hands no negated tensor to the op `read`.)
+inline bool is_readable(const View& view) {
+  return view.is_strided && view.has_memory && type_of(view.dtype) && (view.is_contiguous || is_dense(view.layout));
+}
+
+struct HeldGil {
+  ~HeldGil() { PyGILState_Release(state); }
+  const PyGILState_STATE state = PyGILState_Ensure();
+};
+
+struct Column;
+
+// Collects tensors, and reads all of them by one op call.
+class Reader {
+ public:
+  // False where it is not plain.
+  bool add(PyObject* tensor) {
+    if (!tensor || !is_plain(tensor)) return false;
+    ++ranges_.back().count;
+    return PyList_Append(list_.get(), tensor) == 0;
   }
-  view.data = static_cast<char*>(found.data) + found.byte_offset;
-  view.layout = {found.dim, found.sizes, found.strides};
-  view.numel = 1;
-  for (int32_t d = 0; d < found.dim; ++d) view.numel *= found.sizes[d];
-  view.is_defined = view.is_strided = true;
-  view.is_contiguous = is_contiguous(view.layout);
-  view.bytes = view.numel * found.dtype.bits / 8;
-  return true;
-}
-
-// `look`, and all else that decides whether a kernel may take the tensor's memory for its values: torch negates some
-// tensors as it reads them; elements may overlap or have others in between; a program may have freed the storage or
-// made it smaller, which gives it another address than `former`. False where it may not.
-inline bool read(PyObject* tensor, View& view, const void* former = nullptr) {
-  if (!look(tensor, view)) return false;
-  const Reference is_negated(torch.is_neg(tensor, nullptr));
-  if (is_negated.get() != Py_False) return PyErr_Clear(), false;
-  if (!view.is_contiguous && !is_dense(view.layout)) return false;
-  if (view.data && view.data == former) return view.has_memory = true;
-  const Reference storage(torch.untyped_storage(tensor, nullptr));
-  const Reference size(storage ? torch.nbytes(storage.get(), nullptr) : nullptr);
-  const Reference address(size ? torch.data_ptr(storage.get(), nullptr) : nullptr);
-  if (!address) return PyErr_Clear(), false;
-  const int64_t before = static_cast<char*>(view.data) - static_cast<char*>(PyLong_AsVoidPtr(address.get())),
-                bytes = PyLong_AsLongLong(size.get());
-  view.has_memory = view.numel == 0 || before + view.bytes <= bytes;
-  view.fills_storage = view.bytes == bytes;
-  return view.has_memory;
-}
-
-// Reads a list of tensors. False where one is not plain; an exception may be set.
-inline bool read_list(PyObject* tensors, Views& views) {
-  const Py_ssize_t count = PySequence_Size(tensors);
-  if (count < 0) return false;
-  views.resize(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const Reference tensor(PySequence_GetItem(tensors, i));
-    if (!tensor || !read(tensor.get(), views[i])) return false;
+  // Where the views of the tensors that are added next go, which it does not own.
+  void put_into(View* views, Column* column = nullptr) { ranges_.push_back({views, column, 0}); }
+  bool add_list(PyObject* tensors, Views& views) {
+    const Py_ssize_t count = PySequence_Size(tensors);
+    if (count < 0) return false;
+    views.resize(count);
+    put_into(views.data());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!add(Reference(PySequence_GetItem(tensors, i)).get())) return false;
+    }
+    return true;
   }
-  return true;
-}
+  Py_ssize_t size() const { return PyList_Size(list_.get()); }
+  Reference items(Py_ssize_t first, Py_ssize_t count) const {
+    return Reference(PyList_GetSlice(list_.get(), first, first + count));
+  }
 
-// A number, which may stand for a tensor of one element, a flag or a plain tensor. False for anything else.
-inline bool take_value(PyObject* from, Value& value) {
-  View& view = value.view;
-  if (!PyFloat_Check(from) && !PyLong_Check(from)) return read(from, view);
-  value.number = PyFloat_AsDouble(from);
-  if (PyLong_Check(from)) value.integer = PyLong_AsLongLong(from);
-  view.data = &value.number, view.numel = 1, view.dtype = aoti_torch_dtype_float64();
-  view.device = torch_abi::Device::cpu();
-  view.is_defined = view.is_strided = view.is_contiguous = view.has_memory = true;
-  return !PyErr_Occurred();
-}
+  // False where a tensor is not readable, or differs from what its column remembers. An exception may be set.
+  bool read() {
+    // Not all at once, so that what torch allocates for a call stays in the cache.
+    constexpr Py_ssize_t most = 256;
+    for (Py_ssize_t first = 0; fits_ && first < size(); first += most) {
+      Reader* const outer = std::exchange(current, this);  // a finalizer that runs in the call may read, too
+      const Reference done(PyObject_CallFunctionObjArgs(torch.read, items(first, most).get(), nullptr));
+      current = outer;
+      if (!done) return false;
+    }
+    return fits_ && taken_ == size();
+  }
+  // The op, of tensors that torch negates or takes for zeros as it reads them, and of all others.
+  static void refuse(StableIValue* stack, uint64_t, uint64_t) {
+    torch_abi::take_list(*stack, [](const torch_abi::Tensor&) {});  // `read` misses them
+  }
+  static void take(StableIValue* stack, uint64_t, uint64_t);
+
+ private:
+  struct Range {
+    View* views;
+    Column* column;
+    size_t count;
+  };
+  static inline thread_local Reader* current = nullptr;
+  Reference list_{PyList_New(0)};
+  std::vector<Range> ranges_;
+  size_t range_ = 0, next_ = 0;  // where the next tensor's view goes
+  Py_ssize_t taken_ = 0;
+  bool fits_ = true;
+};
 
 // Equal for tensors of equal sizes and strides, 0 for contiguous ones.
 inline uint64_t layout_number(const View& view) {
@@ -156,13 +164,9 @@ class PlainGetters {
 
 // Whether a plan runs; kError: with an exception set.
 enum Code { kError = -1, kRuns, kDiffers };
-
-// What a plan remembers of a tensor besides its view.
-struct PrefetchHints {
-  uint64_t layout;               // layout_number
-  const void *object, *storage;  // Addresses to prefetch. Never read.
-  Reference spec;                // of a DTensor
-};
+inline Code differs() {
+  return PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception) ? kError : (PyErr_Clear(), kDiffers);
+}
 
 // How to find the tensors again. kList: this list. kGrads: `.grad` of these parameters. kEntries: dict[key] of these
 // dicts, looked up anew because state_dict or offload may replace entries.
@@ -172,122 +176,99 @@ struct Column {
   From from;
   PyObject *owners, *key;  // the tensors, the parameters, or the dicts, and the key of the entry
   bool is_written = false, is_sharded = false;
-  Views views{};  // as they were in the last run; of DTensors those of this rank's parts
-  std::vector<PrefetchHints> hints{};
-  PyObject* read = nullptr;   // the gradients, entries or parts of this run, kept for it
-  PyObject* whole = nullptr;  // the DTensors that these are parts of
+  Views views{};                    // as they were in the last run; of DTensors those of this rank's parts
+  std::vector<uint64_t> layouts{};  // layout_number of each
+  std::vector<Reference> specs{};   // of DTensors, null for others
+  // Of this run: where the reader has its tensors, whether the caller keeps gradients that parameters lose, so that no
+  // other code may write to their memory, and the DTensors that the tensors are parts of.
+  Py_ssize_t first = 0;
+  bool is_kept = false;
+  Reference whole{};
 
   bool is_grads() const { return from == From::kGrads; }
+  size_t size() const { return views.size(); }
+
+  // Whether a tensor is as the last run's, except for a gradient's address.
+  bool fits(const View& former, const View& view, size_t i) const {
+    return view.numel == former.numel && view.dtype == former.dtype && view.device == former.device &&
+           layout_number(view) == layouts[i] &&
+           (is_grads() ? !is_kept || view.fills_storage : view.data == former.data);
+  }
+  // Takes this rank's part of a DTensor. False where it is none, or a gradient that is laid out otherwise over the
+  // ranks.
+  bool take_part(size_t i, PyObject* tensor, Reference& part) {
+    if (!tensor || !::ampctx::python::is_sharded(tensor)) return false;
+    if (is_grads() && !same_layout(spec_of(tensor), specs[i])) return false;
+    part = part_of(tensor);
+    return part && (!is_written || PyList_Append(whole.get(), tensor) == 0);
+  }
 };
 
-// A loop over many small tensors waits for memory most of all.
-constexpr Py_ssize_t kAhead = 8;
-
-inline void prefetch_item(PyObject* list, Py_ssize_t i) {
-  if (i + kAhead < PyList_Size(list)) __builtin_prefetch(PyList_GetItem(list, i + kAhead));
+inline void Reader::take(StableIValue* stack, uint64_t, uint64_t) {
+  Reader* const reader = current;
+  // torch gives up the GIL for an op, and takes it for each tensor that it lets go.
+  const HeldGil held;
+  torch_abi::take_list(*stack, [reader](const torch_abi::Tensor& tensor) {
+    if (!reader) return;  // somebody else calls the op
+    while (reader->next_ == reader->ranges_[reader->range_].count) ++reader->range_, reader->next_ = 0;
+    const Range& range = reader->ranges_[reader->range_];
+    View& view = range.views[reader->next_++];
+    try {
+      const View now = view_of(tensor, true);
+      reader->fits_ &= is_readable(now) && (!range.column || range.column->fits(view, now, reader->next_ - 1));
+      view = now;
+    } catch (const std::exception&) {  // torch does not tell of nested tensors
+      reader->fits_ = false;
+    }
+    ++reader->taken_;
+  });
 }
 
-inline const void* storage_of(PyObject* tensor) {
-  const Reference storage(PyObject_CallMethod(tensor, "untyped_storage", nullptr));
-  const Reference address(storage.get() ? PyObject_GetAttrString(storage.get(), "_cdata") : nullptr);
-  const void* const found = address.get() ? PyLong_AsVoidPtr(address.get()) : nullptr;
-  return PyErr_Clear(), found;
-}
-
-inline void prefetch(const View& view, const PrefetchHints& hints) {
-  const auto* const sizes = reinterpret_cast<const char*>(view.layout.sizes);
-  const auto* const storage = static_cast<const char*>(hints.storage);
-  for (const void* line : {hints.object, static_cast<const void*>(sizes - 64), static_cast<const void*>(sizes),
-                           static_cast<const void*>(storage), static_cast<const void*>(storage + 64)}) {
-    __builtin_prefetch(line);
-  }
-}
-
-// Null for `tensor` is an error of Python's. `is_kept`: a gradient that its parameter loses and the caller keeps, so
-// that no other code may write to its memory.
-inline Code read_tensor(Column& column, size_t i, PyObject* tensor, bool is_kept) {
-  View view, &former = column.views[i];
-  if (!tensor || !read(tensor, view, column.is_grads() ? nullptr : former.data)) return PyErr_Clear(), kDiffers;
-  if (view.numel != former.numel || view.dtype != former.dtype || view.device != former.device ||
-      layout_number(view) != column.hints[i].layout) {
-    return kDiffers;
-  }
-  if (column.is_grads() ? is_kept && !view.fills_storage : view.data != former.data) return kDiffers;
-  former = view;
-  return kRuns;
-}
-
-// Takes this rank's part of a DTensor. False where it is none, or a gradient that is laid out otherwise over the ranks.
-inline bool take_part(Column& column, const PrefetchHints& hints, PyObject* whole, Reference& part) {
-  if (!whole || !is_sharded(whole)) return false;
-  if (column.is_grads() && !same_layout(spec_of(whole), hints.spec)) return false;
-  part = part_of(whole);
-  return part && (!column.is_written || PyList_Append(column.whole, whole) == 0);
-}
-
-inline Code read_column(Column& column, bool takes) {
-  const bool is_kept = takes && !column.is_written;
-  const size_t count = column.hints.size();
-  const bool is_given = column.read != nullptr;
-  const bool collects = !is_given && (column.from != From::kList || column.is_sharded);
-  if (is_given && column.is_sharded) return kDiffers;
-  if (collects && !(column.read = PyList_New(count))) return kError;
-  if (column.is_sharded && column.is_written && !(column.whole = PyList_New(0))) return kError;
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* const list = is_given ? column.read : column.owners;
-    prefetch_item(list, i);
-    if (i + kAhead < count && !column.is_grads()) prefetch(column.views[i + kAhead], column.hints[i + kAhead]);
-    PyObject* tensor = PyList_GetItem(list, i);
+// Adds the tensors of a column. `given`: a list in place of gradients in `.grad`, or null.
+inline Code collect(Reader& reader, Column& column, PyObject* given, bool takes) {
+  column.first = reader.size(), column.is_kept = takes && !column.is_written;
+  reader.put_into(column.views.data(), &column);
+  if (given && (column.is_sharded || PyList_Size(given) != static_cast<Py_ssize_t>(column.size()))) return differs();
+  if (column.is_sharded) column.whole.reset(PyList_New(0));
+  for (size_t i = 0; i < column.size(); ++i) {
+    PyObject* tensor = PyList_GetItem(given ? given : column.owners, i);
     Reference grad, part;
-    if (collects && tensor && column.is_grads()) {
+    if (tensor && !given && column.is_grads()) {
       grad = grad_of(tensor);
       tensor = grad.get();
-    } else if (collects && tensor && column.from == From::kEntries) {
+    } else if (tensor && column.from == From::kEntries) {
       tensor = PyDict_GetItemWithError(tensor, column.key);
     }
-    if (column.hints[i].spec) {
-      if (!take_part(column, column.hints[i], tensor, part)) return PyErr_Clear(), kDiffers;
+    if (column.is_sharded && column.specs[i]) {
+      if (!column.take_part(i, tensor, part)) return differs();
       tensor = part.get();
     }
-    if (const Code code = read_tensor(column, i, tensor, is_kept)) return code;
-    if (collects) PyList_SetItem(column.read, i, Py_NewRef(tensor));
+    if (!reader.add(tensor)) return differs();
   }
   return kRuns;
 }
 
 // --- what the module is given
 
-// The C function of a bound method that takes no arguments; null for others.
-inline PyCFunction function_of(PyObject* method) {
-  return PyCFunction_GetFlags(method) == METH_NOARGS ? PyCFunction_GetFunction(method) : nullptr;
-}
-
-// use_python(exchange, Tensor.grad, Tensor._version, increment_version, types, DisableTorchFunctionSubclass, and of a
-// tensor and its storage the methods is_neg, untyped_storage, nbytes and data_ptr): whether there will be plans.
+// use_python(the op read, Tensor.grad, Tensor._version, increment_version, types, DisableTorchFunctionSubclass, the
+// method data_ptr of a tensor): whether there will be plans.
 inline PyObject* use_python(PyObject*, PyObject* given) {
-  PyObject *capsule, *is_neg, *untyped_storage, *nbytes, *data_ptr;
+  PyObject* data_ptr;
   Torch found;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOO", &capsule, &found.grad, &found.version, &found.increment_version,
-                        &found.types, &found.plain_getters, &is_neg, &untyped_storage, &nbytes, &data_ptr)) {
+  if (!PyArg_ParseTuple(given, "OOOOOOO", &found.read, &found.grad, &found.version, &found.increment_version,
+                        &found.types, &found.plain_getters, &data_ptr)) {
     return nullptr;
   }
-  found.is_neg = function_of(is_neg), found.untyped_storage = function_of(untyped_storage);
-  found.nbytes = function_of(nbytes), found.data_ptr = function_of(data_ptr);
+  if (PyCFunction_GetFlags(data_ptr) == METH_NOARGS) found.data_ptr = PyCFunction_GetFunction(data_ptr);
   if (PyErr_Occurred()) return nullptr;
-  found.exchange =
-      static_cast<const python_abi::DLPackExchange*>(PyCapsule_GetPointer(capsule, python_abi::kExchangeCapsule));
-  if (!found.exchange) return nullptr;
-  const auto slot = [](PyObject* descriptor, int number) {
-    const Reference type(PyObject_Type(descriptor));
-    return PyType_GetSlot(reinterpret_cast<PyTypeObject*>(type.get()), number);
-  };
+  const auto slot = [](PyObject* descriptor, int number) { return PyType_GetSlot(Py_TYPE(descriptor), number); };
   found.get_grad = reinterpret_cast<descrgetfunc>(slot(found.grad, Py_tp_descr_get));
   found.set_grad = reinterpret_cast<descrsetfunc>(slot(found.grad, Py_tp_descr_set));
   found.get_version = reinterpret_cast<descrgetfunc>(slot(found.version, Py_tp_descr_get));
   found.params = PyUnicode_InternFromString("params");
-  const bool fits = found.exchange->header.major == 1 && found.exchange->view && found.get_grad && found.set_grad &&
-                    found.get_version && found.is_neg && found.untyped_storage && found.nbytes && found.data_ptr;
-  for (PyObject* object : {found.grad, found.version, found.increment_version, found.types, found.plain_getters}) {
+  const bool fits = found.get_grad && found.set_grad && found.get_version && found.data_ptr;
+  for (PyObject* object :
+       {found.read, found.grad, found.version, found.increment_version, found.types, found.plain_getters}) {
     Py_IncRef(object);
   }
   if (fits && found.params) torch = found;

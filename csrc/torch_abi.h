@@ -184,18 +184,17 @@ class Tensor {
 
 using TensorList = std::vector<Tensor>;
 
-inline TensorList to_tensor_list(StableIValue argument) {
+// Calls `take`, which must not throw, with each tensor of a list.
+template <class Take>
+void take_list(StableIValue argument, const Take& take) {
   const Owned<StableListOpaque> list(reinterpret_cast<StableListHandle>(argument));
   size_t size = 0;
   AMPCTX_TORCH(torch_list_size, list.get(), &size);
-  TensorList tensors;
-  tensors.reserve(size);
   for (size_t i = 0; i < size; ++i) {
     StableIValue element = 0;
     AMPCTX_TORCH(torch_list_get_item, list.get(), i, &element);
-    tensors.emplace_back(element);
+    take(Tensor(element));
   }
-  return tensors;
 }
 
 // int, float and bool arguments lie in the first bytes of a stack slot.

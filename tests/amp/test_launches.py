@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from ampctx import clip_grad_norm_
 from ampctx.optimizers import FusedAdam
 
-# Ops that launch nothing: memory, views, casts to the same dtype, checks on the host, and numbers of the host.
-WITHOUT_LAUNCH = {"empty", "empty_like", "reshape", "to", "full", "resolve_conj", "resolve_neg"}
+# Ops that launch nothing: memory, views, casts to the same dtype, checks on the host, numbers of the host, and reads of
+# addresses and layouts.
+WITHOUT_LAUNCH = {"empty", "empty_like", "reshape", "to", "full", "resolve_conj", "resolve_neg", "read"}
 
 
 def ops_of(call: Callable[[], object]) -> list[str]:

@@ -1,10 +1,8 @@
-"""csrc/torch_abi.h and csrc/python_abi.h declare what torch has by themselves: the compiler compares them with torch's
-headers."""
+"""csrc/torch_abi.h declares what torch has by itself: the compiler compares it with torch's headers."""
 
 import os
 import re
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADER = "torch_abi.h"
-PYTHON = Path(sysconfig.get_paths()["include"], "Python.h")
 FUNCTION = re.compile(
     r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)([a-z]\w+)\(", re.MULTILINE
 )
@@ -59,32 +56,3 @@ def torch_cpu_symbols():
         ["nm", "-D", "--defined-only", str(path)], check=True, capture_output=True, text=True
     ).stdout
     return {line.split()[-1].partition("@")[0] for line in output.splitlines()}
-
-
-# --- csrc/python_abi.h ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not PYTHON.exists(), reason="this Python came without its headers")
-def test_declarations_are_those_of_dlpack(tmp_path):
-    pairs = {
-        **{f"DLTensor::{name}": f"DLTensor::{name}" for name in ("data", "device", "dtype", "strides", "byte_offset")},
-        "DLTensor::dim": "DLTensor::ndim",
-        "DLTensor::sizes": "DLTensor::shape",
-        "DLPackExchange::view": "DLPackExchangeAPI::dltensor_from_py_object_no_sync",
-    }
-    same = "".join(
-        "static_assert(offsetof(ampctx::python_abi::{}, {}) == offsetof({}, {}));\n".format(
-            *ours.split("::"), *theirs.split("::")
-        )
-        for ours, theirs in pairs.items()
-    )
-    text = f"""#include "python_abi.h"
-#include <ATen/dlpack.h>
-#include <cstddef>
-{same}
-static_assert(sizeof(ampctx::python_abi::DLTensor) == sizeof(DLTensor));
-static_assert(ampctx::python_abi::kDLCPU == kDLCPU && ampctx::python_abi::kDLCUDA == kDLCUDA);
-static_assert(ampctx::python_abi::kDLInt == kDLInt && ampctx::python_abi::kDLFloat == kDLFloat);
-static_assert(ampctx::python_abi::kDLBfloat == kDLBfloat);
-"""
-    assert_compiles(tmp_path, text, f"-I{PYTHON.parent}")
