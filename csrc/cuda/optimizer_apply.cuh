@@ -8,17 +8,21 @@ namespace ampctx::cuda {
 // Lists: grads, params, the states of Optimizer, and extras where the write back has them. `rounds`: the states are
 // codes, or are rounded at random (rounded_states.cuh); such a kernel serves calls with extras and without, unscaling
 // ones and others.
-template <class Optimizer, bool rounds, bool extras, bool unscales>
+template <class Optimizer, class Held, bool rounds, bool extras, bool unscales>
 struct StepFunctor {
   static constexpr int kDepth = 2 + Optimizer::kStates + extras;
 
-  Optimizer optimizer;
+  Held optimizer;  // or a pointer to it
   GradientScale<unscales> gradient;
   float lr;
   WriteBack write_back;
   DType param;
   TensorScalars<float> tensor{};
 
+  __device__ __forceinline__ const Optimizer& chosen() const {
+    if constexpr (std::is_pointer_v<Held>) return *optimizer;
+    if constexpr (!std::is_pointer_v<Held>) return optimizer;
+  }
   template <int n, class Indices>
   __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Indices& indices) {
     load_weights<extras>(write_back, value);
@@ -27,7 +31,7 @@ struct StepFunctor {
       float state[Optimizer::kStates + 1];  // not none
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) state[s] = value[2 + s][k];
-      value[1][k] = step_element(optimizer, tensor, lr, gradient.of(value[0][k]), value[1][k], state);
+      value[1][k] = step_element(chosen(), tensor, lr, gradient.of(value[0][k]), value[1][k], state);
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
@@ -41,11 +45,11 @@ __global__ void __launch_bounds__(kThreads, rounds ? kRoundedBlocks
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call,
                 const __grid_constant__ StepNumbers<Optimizer, Table::kRows> numbers) {
   if (is_skipped(call)) return;
-  StepFunctor<Optimizer, rounds, extras, unscales> functor{numbers.optimizer(0),
-                                                           {call.inv_scale.get(), call.maximize},
-                                                           numbers.lr[0].get(),
-                                                           call.write_back,
-                                                           table.dtype[1]};
+  const GradientScale<unscales> scale(call.inv_scale.get(), call.maximize);
+  auto held = numbers.optimizer(0);
+  const float lr = numbers.lr[0].get();
+  StepFunctor<Optimizer, decltype(held), rounds, extras, unscales> functor{held, scale, lr, call.write_back,
+                                                                           table.dtype[1]};
   constexpr int depth = functor.kDepth;
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   if constexpr (rounds) code_table<Optimizer::kStates>().fill();
@@ -70,7 +74,8 @@ void launch_step(const Context& context, const StepCall& call, const std::vector
   StepParameters parameters = call;
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   int64_t first = 0;
-  for_each_step_table<rounds, 3 + Optimizer::kStates + extras, kMostRows>(call, [&](const auto& table) {
+  // Registers of kernels that round would spill with more rows.
+  for_each_step_table<rounds, 3 + Optimizer::kStates + extras, rounds ? 1 : kMostRows>(call, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, Table>;
     const StepNumbers<Optimizer, Table::kRows> numbers(call, options, table, tickets, first);

@@ -32,7 +32,12 @@ struct StepNumbers {
       new (bytes[i]) Optimizer(options[row]);
     }
   }
-  __device__ const Optimizer& optimizer(int row) const { return reinterpret_cast<const Optimizer&>(bytes[row]); }
+  // A pointer where a kernel chooses by tensor, to keep no copy in registers.
+  __device__ auto optimizer(int row) const {
+    const auto* const found = reinterpret_cast<const Optimizer*>(bytes[row]);
+    if constexpr (rows > 1) return found;
+    if constexpr (rows == 1) return *found;
+  }
 };
 
 // Makes the scalars of the block's tensors from `tensor` on, kThreads of them, each by a thread: powers are slow.
