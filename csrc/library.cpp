@@ -256,22 +256,18 @@ class StepArguments {
   std::vector<Options> rows(const Call& call, StepCall& step, const Options& of_call) const {
     const Call host(call.op, call.backend, "what tensors differ in", View{});
     const auto data = [&](const char* name, const View& view, int32_t dtype) {
-      host.check_defined(name, view), host.check_dtype(name, view, dtype);
-      return host.data(name, view);
+      return host.check_defined(name, view), host.check_dtype(name, view, dtype), host.data(name, view);
     };
     const auto* const table = static_cast<const double*>(data("table", table_, aoti_torch_dtype_float64()));
     const auto* const row = static_cast<const int64_t*>(data("rows", rows_, aoti_torch_dtype_int64()));
     const int64_t count = table_.numel / Options::kColumns;
     if (count * Options::kColumns != table_.numel || rows_.numel != (count ? step.lists.total_tensors : 0)) {
-      call.refuse("rows", "has ", rows_.numel, " elements, the table ", table_.numel,
-                  ": expected one for each tensor, ", "and rows of ", Options::kColumns, ", or none");
+      call.refuse("rows", "has ", rows_.numel, " elements, the table ", table_.numel, ": they do not go together");
     }
     std::vector<Options> options{of_call};
-    if (count) options.clear(), step.rates.clear();
-    step.lists.table = table, step.lists.columns = Options::kColumns;
-    for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns) {
+    if (count) options.clear(), step.rates.clear(), step.lists.table = table, step.lists.columns = Options::kColumns;
+    for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns)
       options.push_back(of_call.with(of_row)), step.rates.push_back({nullptr, *of_row});
-    }
     for (size_t i = 0; count && i < step.lists.index.size(); ++i) {
       const int64_t own = row[step.lists.index[i]];
       if (own < 0 || own >= count) call.refuse("rows", "has ", own, ", the table has ", count, " rows");

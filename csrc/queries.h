@@ -27,8 +27,7 @@ inline bool same_members(PyObject* groups, PyObject* members) {
   return true;
 }
 
-// Whether dicts hold the same keys and values, in order. A type stands for its instances, `object` for all there is.
-// `dicts`: which ones they have to be.
+// Whether `dicts`, or any, hold the same keys and values, in order. A type stands for its instances, `object` for all.
 inline bool same_entries(PyObject* mappings, PyObject* dicts = nullptr) {
   for (Py_ssize_t i = 0; i < PyList_Size(mappings); ++i) {
     PyObject *const row = PyList_GetItem(mappings, i), *const mapping = PyTuple_GetItem(row, 0),

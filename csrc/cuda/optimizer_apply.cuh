@@ -67,15 +67,13 @@ __global__ void __launch_bounds__(kThreads, rounds ? kRoundedBlocks
       });
 }
 
-constexpr int kMostRows = 32;  // that a launch may have
-
 template <class Optimizer, bool rounds, bool extras, bool unscales, class Options>
 void launch_step(const Context& context, const StepCall& call, const std::vector<Options>& options) {
   StepParameters parameters = call;
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   int64_t first = 0;
-  // Registers of kernels that round would spill with more rows.
-  for_each_step_table<rounds, 3 + Optimizer::kStates + extras, rounds ? 1 : kMostRows>(call, [&](const auto& table) {
+  // Up to 32 rows a launch. Kernels that round would spill registers.
+  for_each_step_table<rounds, 3 + Optimizer::kStates + extras, rounds ? 1 : 32>(call, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr auto kernel = &step_kernel<Optimizer, rounds, extras, unscales, Table>;
     const StepNumbers<Optimizer, Table::kRows> numbers(call, options, table, tickets, first);
