@@ -20,6 +20,10 @@ Random numbers, also those of the "stochastic" write back, depend on ``seed``, t
 the number of the parameter: ``numbers``, int64 on the device of the lists, has one for each tensor with elements. By
 default that is its place among these.
 
+Tensors of a call may differ in lr and in the numbers that are floats. ``rows`` is a table of these and the row of each
+tensor, both on the CPU: fp64 (rows, 1 + floats), lr first and then in the order of the arguments, and int64 (tensors).
+The arguments themselves then have no effect. The call reads both before it returns.
+
 With ``max_norm`` (negative by default, for none) the kernel clips: gradients are also multiplied by
 ``min(max_norm / (grad_norm + 1e-6), 1)``, in fp32 as in torch. ``skips`` are none, or five 0-d fp32 tensors: the loss
 scale after four counts, see ``ampctx.kernels.ops.count_skip``, in which the call counts itself, also if it is skipped.

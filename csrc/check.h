@@ -179,7 +179,7 @@ class Call {
       const View &view = tensors[i], &first = first_argument.tensors[i];
       if (!view.is_strided) refuse(name, "is not a strided tensor");
       if (DType other; !known || (view.dtype != code && !(to_dtype(view.dtype, other) && allows(allowed, other)))) {
-        refuse(name, "has dtype ", dtype_name(view.dtype), ", expected ", allowed.names);
+        refuse(name, "has dtype ", dtype_name(view.dtype), ", expected ", allowed.names, allowed.code);
       }
       if (view.dtype != code) {
         refuse(name, "has dtype ", dtype_name(view.dtype), ", ", argument.name, "[0] has ", dtype_name(code));

@@ -43,7 +43,10 @@ def _options_header(specs) -> str:
         fields = [f"  {'double' if n.type == 'float' else 'bool'} {n.name};" for n in spec.numbers]
         reads = ", ".join("in.number()" if n.type == "float" else "in.flag()" for n in spec.numbers)  # in this order
         parts += [f"struct {_options(spec)} {{", *fields, "", "  template <class Arguments>"]
-        parts += [f"  static {_options(spec)} taken(Arguments& in) {{ return {{{reads}}}; }}", "};\n"]
+        parts += [f"  static {_options(spec)} taken(Arguments& in) {{ return {{{reads}}}; }}"]
+        of_row = [f"row[{spec.columns.index(n.name)}]" if n.type == "float" else n.name for n in spec.numbers]
+        parts += [f"  {_options(spec)} with(const double* row) const {{ return {{{', '.join(of_row)}}}; }}"]
+        parts += [f"  static constexpr int kColumns = {len(spec.columns)};", "};\n"]
     return "\n".join([*parts, "}  // namespace ampctx\n"])
 
 
@@ -81,16 +84,17 @@ def _step_ops_header(specs) -> str:
     ]
     parts += ["template <class Options>", "struct StepOp;\n"]
     for spec in specs:
-        numbers = {number.name for number in spec.numbers}
-        rule = "{options.beta1, options.beta2, options.bias_correction, 0}" if "bias_correction" in numbers else "{}"
-        argument = "options" if "bias_correction" in numbers else ""
+        has_rule = "bias_correction" in {number.name for number in spec.numbers}
+        rule = "options.beta1, options.beta2, options.bias_correction" if has_rule else "0, 0, false"
+        options = f"const {_options(spec)}&{' options' if has_rule else ''}"
         sized = [_state_list(state) for state in spec.sized]
         parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
         names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
         parts += [f'  static constexpr const char* {name} = "{op}";' for name, op in names.items()]
         parts += [_array("StateList", "states", sized)]
         parts += [_array("const char*", "factors", [f'"{factor}"' for factor in spec.factors])]
-        parts += [f"  static TensorRule rule(const {_options(spec)}& {argument}) {{ return {rule}; }}", "};\n"]
+        parts += [f"  static constexpr int norms = {0 if spec.elementwise else 2};  // of each tensor"]
+        parts += [f"  static TensorRule rule({options}, int64_t seed) {{ return {{{rule}, seed}}; }}", "};\n"]
     return "\n".join([*parts, "}  // namespace ampctx\n"])
 
 
@@ -100,8 +104,8 @@ def _cuda_source(spec) -> str:
 
 namespace ampctx::cuda {{
 
-void {spec.name}(const Context& context, const StepCall& call, const {_options(spec)}& options) {{
-  step(context, call, options, decltype(functors_of<float>(options)){{}});
+void {spec.name}(const Context& context, const StepCall& call, const std::vector<{_options(spec)}>& rows) {{
+  step(context, call, rows, decltype(functors_of<float>(rows[0])){{}});
 }}
 
 }}  // namespace ampctx::cuda
@@ -132,13 +136,12 @@ _STEPS = '''"""Typed optimizer ops. Made from spec.py by csrc/generate.py. See `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ampctx.kernels.ops import call, factor, wrote
-from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, NO_ROWS, WRITE_BACKS
 
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
@@ -163,16 +166,17 @@ def _step_call(spec) -> str:
     lists, tensors = list(spec.lists), list(spec.tensors)
     named_lists = [*(state.scales for state in spec.coded), "skips"]
     positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name not in named_lists), "found_inf: Tensor"]
-    positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
+    positional += [f"{name}: Factor" for name in ("inv_scale", "lr", *spec.factors)]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
     named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
     named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
     named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
     named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
+    named += ["rows: tuple[Tensor, Tensor] = NO_ROWS"]
     numbers = [number.name for number in spec.numbers]
     numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
     op = f'    op = "{spec.unscaling_op}" if unscale_grads else "{spec.op}"'
-    scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
+    scalars = ["found_inf", *(f"factor({name})" for name in tensors[1:-3]), "numbers", "*rows"]
     signature = _fitted(f"def {spec.name}", [*positional, "*", *named], " -> None:")
     body = [op, _fitted("    lists = ", lists, ""), _fitted("    call", ["op", "lists", *scalars, *numbers], "")]
     return "\n".join(
@@ -180,23 +184,9 @@ def _step_call(spec) -> str:
     )
 
 
-def _options_of_a_group(spec) -> str:
-    """The function that reads an op's numbers from a fused optimizer and its group: as source, faster than a loop."""
-    numbers = {number.name: number.source.replace("'", '"') for number in spec.numbers}
-    numbers |= dict.fromkeys(spec.factors, "0.0")  # if no group needs the factor
-    lines = "".join(f'        "{name}": {value},\n' for name, value in numbers.items())
-    head = f"def {spec.name}_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:"
-    return f"{head}\n    return {{\n{lines}    }}\n"
-
-
 def steps_module() -> str:
     """The text of ampctx/kernels/steps.py."""
-    declared = load_spec()
-    specs, optimizers = list(declared.SPECS.values()), list(declared.OPTIMIZERS.values())
-    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in optimizers)
-    table = "# By op: its numbers, from a fused optimizer and its group.\n"
-    table += f"OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {{\n{names}}}\n"
-    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, optimizers), table])
+    return "\n\n".join([_STEPS, *map(_step_call, load_spec().SPECS.values())])
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ class StepArguments {
     skips_ = &in.list(true);
     found_inf_ = in.tensor(), inv_scale_ = in.tensor(), lr_ = in.tensor();
     for (const char* name : factors) factors_.emplace_back(name, in.tensor());
-    grad_norm_ = in.tensor(), numbers_ = in.tensor();
+    grad_norm_ = in.tensor(), numbers_ = in.tensor(), table_ = in.tensor(), rows_ = in.tensor();
   }
   // Takes all behind them.
   void take_rest(Arguments& in) {
@@ -217,7 +217,7 @@ class StepArguments {
   const ListArgument& grads() const { return walked_[0]; }
   const View& found_inf() const { return found_inf_; }
 
-  StepCall check(const Call& call, const TensorRule& rule) const {
+  StepCall check(const Call& call) const {
     StepCall step;
     std::vector<ListArgument> lists{walked_[0], walked_[1]};
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -230,7 +230,7 @@ class StepArguments {
     step.steps = call.elements(steps);
     step.found_inf = call.found_inf(found_inf_);
     const Factor factor = call.factor("inv_scale", inv_scale_);
-    step.lr = call.factor("lr", lr_);
+    step.rates = {call.factor("lr", lr_)};
     step.inv_scale = call.clipped(factor, grad_norm_, max_norm_);
     if (const size_t count = 5, size = skips_->size(); size == count) {
       const PerTensor at = call.elements({"skips", *skips_});
@@ -248,9 +248,33 @@ class StepArguments {
     for (const auto& [name, view] : factors_) step.factors.push_back(call.factor(name, view));
     check_state_types(call, step);
     step.numbers = check_numbers(call, step.lists);
-    step.rule = rule;
-    step.rule.seed = seed_;
     return step;
+  }
+
+  // The op's options for each row of a table, whose first column is lr; those of the call without one.
+  template <class Options>
+  std::vector<Options> rows(const Call& call, StepCall& step, const Options& of_call) const {
+    const Call host(call.op, call.backend, "what tensors differ in", View{});
+    const auto data = [&](const char* name, const View& view, int32_t dtype) {
+      return host.check_defined(name, view), host.check_dtype(name, view, dtype), host.data(name, view);
+    };
+    const auto* const table = static_cast<const double*>(data("table", table_, aoti_torch_dtype_float64()));
+    const auto* const row = static_cast<const int64_t*>(data("rows", rows_, aoti_torch_dtype_int64()));
+    const int64_t count = table_.numel / Options::kColumns;
+    if (count * Options::kColumns != table_.numel || rows_.numel != (count ? step.lists.total_tensors : 0)) {
+      call.refuse("rows", "has ", rows_.numel, " elements, the table ", table_.numel, ": they do not go together");
+    }
+    std::vector<Options> options{of_call};
+    if (count) options.clear(), step.rates.clear(), step.lists.table = table, step.lists.columns = Options::kColumns;
+    for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns)
+      options.push_back(of_call.with(of_row)), step.rates.push_back({nullptr, *of_row});
+    for (size_t i = 0; count && i < step.lists.index.size(); ++i) {
+      const int64_t own = row[step.lists.index[i]];
+      if (own < 0 || own >= count) call.refuse("rows", "has ", own, ", the table has ", count, " rows");
+      step.lists.row.push_back(static_cast<int32_t>(own));
+    }
+    for (const Options& each : options) step.rules.push_back(StepOp<Options>::rule(each, seed_));
+    return options;
   }
 
  private:
@@ -316,7 +340,6 @@ class StepArguments {
       const View& view = scales.tensors[i];
       if (!view.is_strided) call.refuse(name, "is not a strided tensor");
       call.check_dtype(name, view, aoti_torch_dtype_float32());
-      call.check_device(name, view);
       if (const int64_t expected = code_blocks(grads().tensors[i].numel); view.numel != expected) {
         call.refuse(name, "has ", view.numel, " elements, expected ", expected, ": one for each ", kCodeBlock, " of ",
                     ArgumentName("grads", i));
@@ -343,7 +366,7 @@ class StepArguments {
   const bool unscales_;
   std::vector<ListArgument> walked_, scales_;  // the last of the first are extras
   const Views *steps_, *skips_;
-  View found_inf_, inv_scale_, lr_, grad_norm_, numbers_;
+  View found_inf_, inv_scale_, lr_, grad_norm_, numbers_, table_, rows_;
   std::vector<std::pair<const char*, View>> factors_;
   bool maximize_, stochastic_state_;
   int64_t write_back_, seed_;
@@ -359,17 +382,18 @@ void step_op(Arguments& in) {
   arguments.take_rest(in);
 
   const Call call(unscales ? Op::unscaling_name : Op::name, backend, arguments.grads(), arguments.found_inf());
-  StepCall step = arguments.check(call, Op::rule(options));
+  StepCall step = arguments.check(call);
+  const std::vector<Options> rows = arguments.rows(call, step, options);
   DeviceScope scope(call);
   const bool counts_here = !backend.has_device_pointers || step.lists.total_tensors == 0;
   if (counts_here && step.skips.overflowed) {
     backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);
   }
   if (step.lists.total_tensors == 0) return;
-  const int64_t scalars = backend.has_device_pointers ? 0 : step_workspace(step.lists);
-  step.workspace = scope.allocate(scalars + backend.norms_workspace(step.lists, norms_for(options)));
+  const int64_t scalars = backend.has_device_pointers ? 0 : step.lists.size() * sizeof(TensorScalars<double>);
+  step.workspace = scope.allocate(scalars + backend.norms_workspace(step.lists, Op::norms));
   step.norms = static_cast<char*>(step.workspace) + scalars;
-  (backend.*kernel)(scope.context, step, options);
+  (backend.*kernel)(scope.context, step, rows);
 }
 
 struct Op {
@@ -473,6 +497,7 @@ PyMethodDef functions[] = {{"register", register_backend, METH_VARARGS, nullptr}
                            {"advanced", python::advanced, METH_O, nullptr},
                            {"have_no_grads", python::have_no_grads, METH_O, nullptr},
                            {"as_before", python::as_before, METH_VARARGS, nullptr},
+                           {"same_groups", python::same_groups, METH_VARARGS, nullptr},
                            {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "ampctx._ops", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 

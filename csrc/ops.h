@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "functors/codes.h"
@@ -23,7 +24,15 @@ struct TensorLists {
   std::vector<int64_t> numel;                         // [tensor]
   std::vector<int64_t> index;                         // [tensor], position in the caller's list
   int64_t total_tensors = 0;                          // length of the caller's lists
+  // Of a step whose tensors differ in numbers: the row of each in a table. Without one all have row 0.
+  std::vector<int32_t> row;
+  const double* table = nullptr;
+  int64_t columns = 0;
 
+  int32_t row_of(int64_t tensor) const { return row.empty() ? 0 : row[tensor]; }
+  bool same_rows(int32_t a, int32_t b) const {
+    return a == b || std::memcmp(table + columns * a, table + columns * b, columns * sizeof(double)) == 0;
+  }
   int64_t size() const { return static_cast<int64_t>(numel.size()); }
   bool computes_in_f64() const {
     for (int list = 0; list < depth; ++list) {
@@ -110,7 +119,6 @@ using PerTensor = std::vector<float*>;
 struct StepParameters {
   FoundInf found_inf{};
   ClippedFactor inv_scale;
-  Factor lr;
   bool maximize = false;
   bool unscales = false;          // whether the gradients become what the step computes with: times inv_scale
   bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
@@ -118,9 +126,8 @@ struct StepParameters {
   SkipCounts skips;  // The kernel counts; on the CPU, and where no tensor has elements, library.cpp does.
 };
 
-// What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. The
-// step counts go up by one before anything is computed. CUDA: pointer[depth] holds
-// their addresses, as one more list of the table.
+// What every optimizer op is given. Lists: grads, params, the op's states, and extras where write_back has any. Step
+// counts go up by one before anything is computed. CUDA: pointer[depth] holds their addresses.
 struct StepCall : StepParameters {
   TensorLists lists;
   PerTensor steps;              // step counts
@@ -128,27 +135,18 @@ struct StepCall : StepParameters {
   // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
   std::array<std::vector<void*>, kCodedStates> scales;
   const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
-  TensorRule rule;                   // what becomes of the step counts
-  void* workspace = nullptr;         // step_workspace bytes on the CPU
-  void* norms = nullptr;             // norms_workspace bytes, where the op asks for norms of tensors
+  // By rows of `lists`, as the op's options are.
+  std::vector<Factor> rates;      // lr
+  std::vector<TensorRule> rules;  // what becomes of the step counts
+  void* workspace = nullptr;      // for TensorScalars<double> of each tensor on the CPU; CUDA kernels make theirs
+  void* norms = nullptr;          // norms_workspace bytes, where the op asks for norms of tensors
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
 
-// The scalars of each tensor that has elements. CUDA kernels make theirs as they go.
-inline int64_t step_workspace(const TensorLists& lists) {
-  return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
-}
-
-// How many norms of each tensor an op needs room for.
-template <class Options>
-int norms_for(const Options&) {
-  return 0;
-}
-
 // A ScaleUpdate may be null, and its flag is the call's. norms_workspace: bytes for `count` norms of each tensor, and
 // for the partial sums they come from.
-#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const Options&);
+#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const std::vector<Options>& rows);
 #define AMPCTX_ENTRIES                                                                                        \
   void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*); \
   void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);     \

@@ -33,20 +33,6 @@ struct State {
   bool is_running = false;
 };
 
-// Whether dicts hold the same keys and values, in order.
-inline bool same_state(const State& state) {
-  for (Py_ssize_t i = 0; i < PyList_Size(state.mappings); ++i) {
-    PyObject *const row = PyList_GetItem(state.mappings, i), *const mapping = PyTuple_GetItem(row, 0),
-                    *const keys = PyTuple_GetItem(row, 1), *const values = PyTuple_GetItem(row, 2);
-    if (PyDict_Size(mapping) != PyList_Size(keys)) return false;
-    PyObject *key, *value;
-    for (Py_ssize_t at = 0, k = 0; PyDict_Next(mapping, &at, &key, &value); ++k) {
-      if (PyList_GetItem(keys, k) != key || PyList_GetItem(values, k) != value) return PyErr_Clear(), false;
-    }
-  }
-  return true;
-}
-
 // Whether two gradients lie at one place.
 inline bool is_shared(const State& state) {
   std::vector<const void*> places;
@@ -166,7 +152,7 @@ inline Code make_calls(const State& state, const Reader& reader, const Given& gi
 inline Code run_again(State& state, Reader& reader, PyObject* groups, PyObject* arguments, PyObject* grads,
                       bool may_share, bool takes) {
   if (!same_items(groups, state.groups) || !same_members(groups, state.members)) return kDiffers;
-  if (!same_state(state)) return kDiffers;
+  if (!same_entries(state.mappings)) return kDiffers;
   for (Py_ssize_t i = 0; i < PyList_Size(state.idle); ++i) {
     if (grad_of(PyList_GetItem(state.idle, i)).get() != Py_None) return differs();
   }

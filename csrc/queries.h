@@ -27,6 +27,30 @@ inline bool same_members(PyObject* groups, PyObject* members) {
   return true;
 }
 
+// Whether `dicts`, or any, hold the same keys and values, in order. A type stands for its instances, `object` for all.
+inline bool same_entries(PyObject* mappings, PyObject* dicts = nullptr) {
+  for (Py_ssize_t i = 0; i < PyList_Size(mappings); ++i) {
+    PyObject *const row = PyList_GetItem(mappings, i), *const mapping = PyTuple_GetItem(row, 0),
+                    *const keys = PyTuple_GetItem(row, 1), *const values = PyTuple_GetItem(row, 2);
+    if (PyDict_Size(mapping) != PyList_Size(keys) || (dicts && PyList_GetItem(dicts, i) != mapping)) return false;
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0, k = 0; PyDict_Next(mapping, &at, &key, &value); ++k) {
+      PyObject* const former = PyList_GetItem(values, k);
+      const bool is_any = former == reinterpret_cast<PyObject*>(&PyBaseObject_Type);
+      const bool is_same = former == value || former == reinterpret_cast<PyObject*>(Py_TYPE(value)) || is_any;
+      if (PyList_GetItem(keys, k) != key || !is_same) return PyErr_Clear(), false;
+    }
+  }
+  return true;
+}
+
+// same_groups(groups, entries): whether the param groups are the dicts of the entries, and hold these.
+inline PyObject* same_groups(PyObject*, PyObject* given) {
+  PyObject *groups, *entries;
+  if (!PyArg_ParseTuple(given, "OO", &groups, &entries)) return nullptr;
+  return PyBool_FromLong(PyList_Size(groups) == PyList_Size(entries) && same_entries(entries, groups));
+}
+
 // marks(tensors): version and address of each, as bytes to compare; None where a tensor is not plain.
 inline PyObject* marks(PyObject*, PyObject* tensors) {
   const Py_ssize_t count = PyList_Size(tensors);

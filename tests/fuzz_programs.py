@@ -53,6 +53,7 @@ TORCH = {name: make for name, make in OPTIMIZERS.items() if "-" in name} | {
     "FusedSGD": OPTIMIZERS["SGD-plain"],
     "FusedAdagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
+OWN = {}, {"lr": 0.005, "weight_decay": 0.125}, {"lr": 0.02, "betas": (0.5, 0.75), "momentum": 0.5, "eps": 1e-3}
 Program = dict[str, Any]
 # Where, what, and the value: text, (dtype, shape, bytes), or (RAISES, the class, the message).
 Seen = tuple[str, str, Any]
@@ -176,7 +177,7 @@ def move_to_group(groups: list[Any], own: list[Any], k: int) -> None:
 
 
 def option(run: Run, n: int, k: int) -> None:
-    group = pick(run.opts, n).param_groups[0]
+    group = pick(pick(run.opts, n).param_groups, k // 3)
     changes = {"lr": 0.005, "weight_decay": 0.25, "betas": (0.5, 0.75), "momentum": 0.5, "maximize": True, "eps": 1e-2}
     name = [name for name in changes if name in group][k % 3]
     group[name] = torch.tensor(0.005) if name == "lr" and n % 2 and run.is_ours else changes[name]
@@ -209,6 +210,7 @@ PLACED: dict[str, dict[str, Do]] = {
         "state_clear": lambda run, n, k: pick([opt.state for opt in run.inner_opts if opt.state], n).clear(),
         "load_now": lambda run, n, k: pick(run.opts, n).load_state_dict(through_a_file(run.opts[0].state_dict())),
         "option": option,
+        "schedule": lambda run, n, k: [g.update(lr=g["lr"] * 0.75) for opt in run.opts for g in opt.param_groups],
     },
     "block": {
         "form": of_grad(form),
@@ -227,13 +229,11 @@ PLACED: dict[str, dict[str, Do]] = {
         "later_clip": clip,
         "clip_model": partial(clip, stepped=False),
     },
-    "end": {
-        "kept_gradient": lambda run, n, k: run.kept.append(pick(run.with_grads(), n).grad),
-    },
+    "end": {"kept_gradient": lambda run, n, k: run.kept.append(pick(run.with_grads(), n).grad)},
 }
 FEATURES = {name: place for place, features in PLACED.items() for name in features}
 IN_TORCH = f"""{FLAGS.partition("inf")[0]} step_in_thread no_step look_at_gradients other_zero_grad zero_by_model form
-form_later grad_in_place clip later_clip move_to_group option reverse_group copy_group reverse_groups freeze
+form_later grad_in_place clip later_clip move_to_group option schedule reverse_group copy_group reverse_groups freeze
 state_in_place load_now""".split()
 ONLY_IF = {"level": "delay_unscale delay_check", "scaler": "unscale_first"}
 
@@ -250,7 +250,8 @@ def drawn(seed: int) -> Program:
     start["level"] = level = rng.choice([*LEVELS, "O2", "O5", None, None, None])
     start["scale"] = rng.choice(["dynamic", "dynamic", 128.0, 1.0])
     start["names"] = [name for name in SHAPES if rng.random() < 0.85] or ["a"]
-    start["groups"], start["opts"] = rng.choice([1, 1, 2]), rng.choice([1, 1, 1, 2])
+    start["groups"], start["opts"] = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 1, 2])
+    start["own"] = rng.choice([0, 1, 2])  # 0: all groups have the same options
     start["to_none"] = rng.choice([True, True, True, False, None])
     options = start["options"]
     if level is None:
@@ -378,6 +379,8 @@ class Run:
         for i in range(self.start["opts"]):
             own, count = names[i :: self.start["opts"]], self.start["groups"]
             given = [{"params": [self.model.get_parameter(n) for n in own[g::count]]} for g in range(count)]
+            for g, group in enumerate(given):
+                group.update(OWN[g * self.start["own"] % len(OWN)])
             options = {name: DTYPES.get(value, value) for name, value in self.start["options"].items()}
             self.opts.append(makes[self.start["kind"]]([g for g in given if g["params"]], **options))
         self.initialize()

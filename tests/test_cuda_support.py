@@ -26,11 +26,7 @@ GPUS = {
 }
 NOT_V100 = set(GPUS) - {"V100"}
 # Machine code alone serves these; the others need PTX, and so a driver as new as the toolkit.
-BY_CODE = {
-    "default": NOT_V100 - {"Orin"},
-    "90": {"H100"},
-    "80": {"A100", "RTX 3090", "RTX 4090"},
-}
+BY_CODE = {"default": NOT_V100 - {"Orin"}, "90": {"H100"}, "80": {"A100", "RTX 3090", "RTX 4090"}}
 BY_PTX = {
     "default": {"Orin"},
     "90": {"B200", "B300", "RTX 5090", "DGX Spark"},

@@ -18,7 +18,7 @@ from ampctx.kernels.reference_steps import COPY, KAHAN, LOW_PRECISION, SPLIT, WR
 from ampctx.kernels.spec import SPECS, OpSpec
 
 _STEPS = {op: (spec, op == spec.unscaling_op) for spec in SPECS.values() for op in spec.ops}
-_F32, _I32 = (torch.float32,), (torch.int32,)
+_F32, _I32, _CPU = (torch.float32,), (torch.int32,), torch.device("cpu")
 _FLAG, _ON_CPU = (torch.float32, torch.int32), (torch.float32, torch.float64)
 # Single tensors with a fixed dtype. All others are factors, which may be on the CPU.
 _STATE = {"found_inf": _FLAG, "flag": _FLAG, "loss_scale": _F32, "growth_tracker": _I32, "hysteresis_tracker": _I32}
@@ -121,6 +121,11 @@ def _check_step(op: str, spec: OpSpec, given: Mapping[str, Any], device: torch.d
     numbers, expected = given["numbers"], sum(grad.numel() > 0 for grad in grads)
     if numbers is None or numbers.numel() or numbers.dtype != torch.int64:
         _check(f"{op}: numbers", numbers, (torch.int64,), device, expected)
+    table, rows, width = given["table"], given["rows"], len(spec.columns)
+    _check(f"{op}: table", table, (torch.float64,), _CPU, None)
+    _check(f"{op}: rows", rows, (torch.int64,), _CPU, len(grads) if table.numel() else 0)
+    if table.numel() % width or (rows.numel() and not 0 <= rows.min() <= rows.max() < table.numel() // width):
+        raise RuntimeError(f"{op}: rows or table do not fit: expected numbers of rows, and rows of {width}")
 
 
 def fallback(schema: str) -> Callable[..., Any]:
@@ -128,7 +133,8 @@ def fallback(schema: str) -> Callable[..., Any]:
     op, _, rest = schema.partition(" -> ")[0].rstrip(")").partition("(")
     kinds = {name: kind for kind, name in map(str.split, rest.split(", "))}
     lists = [name for name, kind in kinds.items() if kind.endswith("[]")]
-    tensors = [name for name, kind in kinds.items() if kind.startswith("Tensor") and name not in (*lists, "numbers")]
+    checked_before = (*lists, "numbers", "table", "rows")
+    tensors = [name for name, kind in kinds.items() if kind.startswith("Tensor") and name not in checked_before]
     spec, unscales = _STEPS.get(op, (None, False))
 
     def checked(*arguments: Any) -> Any:

@@ -23,6 +23,10 @@ from ampctx.kernels.tensor_loops import all_none, grad_of, is_fake, same_items, 
 Column = list[Tensor] | tuple[list[Tensor], list[Tensor]] | tuple[list[dict[str, Any]], str, list[Tensor]] | None
 
 
+# A dict, and the keys and values that it must keep, in order: each the very object, one of a type, or any ``object``.
+Entries = tuple[dict[Any, Any], list[Any], list[Any]]
+
+
 class PlannedCall(NamedTuple):
     """An op call: its name, where its lists come from, and which of them it writes, by their places."""
 
@@ -64,14 +68,13 @@ class Plan:
 def make_plan(
     groups: Sequence[Mapping[str, Any]],
     calls: list[PlannedCall],
-    mappings: Sequence[tuple[dict[Any, Any], list[Any], list[Any]]] = (),
+    mappings: Sequence[Entries] = (),
     idle: Sequence[Tensor] = (),
 ) -> Plan | None:
     """Makes a plan of calls that were just made with these lists. None where it cannot read a tensor, has no kernel, or
     is switched off.
 
-    groups: whose members must stay. mappings: dicts, and the keys and values that they must keep. idle: parameters that
-    must have no gradient.
+    groups: whose members must stay. idle: parameters that must have no gradient.
     """
     columns = [column for call in calls for column in call.columns]
     if not _are_served(columns):
@@ -150,6 +153,8 @@ def _advanced(former: bytes) -> bytes:
 
 
 as_before: Callable[..., bool | None] = _in_c("as_before", _as_before)
+# (groups, entries): whether the param groups are these dicts, with these entries. There is a plan.
+same_groups: Callable[[Any, list[Entries]], bool] = _in_c("same_groups")
 advanced: Callable[[bytes], bytes] = _in_c("advanced", _advanced)
 
 

@@ -25,13 +25,15 @@ from torch import Tensor
 
 from ampctx.kernels import codes, reference
 from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.spec import SPECS, OpSpec
 
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Random numbers then count the tensors of the call.
 NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
+# All tensors then step by the numbers of the call.
+NO_ROWS = torch.empty(0, dtype=torch.float64, device="cpu"), NO_NUMBERS
 
 
 # --- write back -------------------------------------------------------------------------------------------------------
@@ -320,10 +322,19 @@ def lamb(p: _Place, o: Options) -> Tensor:
     return p.w - (p.lr * torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)) * u
 
 
+def _with_row(o: Options, spec: OpSpec, i: int) -> Options:
+    """The arguments for a tensor: with the numbers of its row, where the call has a table."""
+    if not o.rows.numel():
+        return o
+    row = o.table.reshape(-1, len(spec.columns))[o.rows[i]]
+    return Options(**{**vars(o), **dict(zip(spec.columns, row.tolist(), strict=True)), "lr": row[0]})
+
+
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec = SPECS[op]
     defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": NO_NUMBERS}
+    defaults |= dict(zip(("table", "rows"), NO_ROWS, strict=True))
     o = SimpleNamespace(**{**defaults, **{state.scales: [] for state in spec.coded}, **given})
     if "max_norm" in given:
         o.inv_scale = reference.clipped(o.inv_scale, o.grad_norm, o.max_norm)
@@ -337,6 +348,8 @@ def run(op: str, given: dict[str, Any]) -> None:
         # By the place of a state; None for those that are no codes.
         scales = [scales[i] if scales else None for scales in (getattr(o, state.scales) for state in spec.coded)]
         has_elements = row[0].numel() > 0
-        place = _Place(o, dtype, o.numbers[number] if has_elements and o.numbers.numel() else number, scales, *row)
-        place.finish(globals()[op](place, o))
+        of_tensor = _with_row(o, spec, i)
+        number_now = o.numbers[number] if has_elements and o.numbers.numel() else number
+        place = _Place(of_tensor, dtype, number_now, scales, *row)
+        place.finish(globals()[op](place, of_tensor))
         number += has_elements

@@ -7,28 +7,25 @@ Schemas, fakes, checks and typed calls come from it, and the state keys and numb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Number:
     """A hyperparameter, "float" or "bool". Without ``default`` the typed call requires it.
 
-    ``of``: the expression in ``self`` and ``group`` that gives a fused optimizer its value; default ``group[name]``.
-    ``checked``: a float must be at least 0.
+    ``of``: where a fused optimizer has its value: an attribute; the option of a group and an index; or a function of
+    (optimizer, group). By default it is ``group[name]``. ``checked``: a float must be at least 0.
     """
 
     name: str
     type: str = "float"
     default: float | bool | None = None
-    of: str = ""
+    of: str | tuple[str, int] | Callable[[Any, Any], Any] = ""
     checked: bool = True
-
-    @cached_property
-    def source(self) -> str:
-        of = self.of or f"group[{self.name!r}]"
-        return f"bool({of})" if self.type == "bool" else of
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,12 @@ class OpSpec:
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers")
+        return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers", "table", "rows")
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The numbers in which tensors of a call may differ, as in its table."""
+        return ("lr", *(number.name for number in self.numbers if number.type == "float"))
 
     @cached_property
     def values(self) -> tuple[str, ...]:
@@ -131,11 +133,11 @@ class OpSpec:
         return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
 
 
-BETAS = (Number("beta1", of="group['betas'][0]"), Number("beta2", of="group['betas'][1]"))
+BETAS = (Number("beta1", of=("betas", 0)), Number("beta2", of=("betas", 1)))
 EPS, WEIGHT_DECAY = Number("eps"), Number("weight_decay")
 NO_DECAY = Number("weight_decay", default=0.0)
 BIAS_CORRECTION = Number("bias_correction", "bool", True)
-ADAM_W_MODE = Number("adam_w_mode", "bool", True, of="self.adam_w_mode")
+ADAM_W_MODE = Number("adam_w_mode", "bool", True, of="adam_w_mode")
 GRAD_AVERAGING = Number("grad_averaging", "bool", True)
 EXP_AVG = State("exp_avgs", "exp_avg", code="signed")
 EXP_AVG_SQ = State("exp_avg_sqs", "exp_avg_sq", code="unsigned")
@@ -163,7 +165,7 @@ _ALL = (
             Number("dampening", default=0.0, checked=False),
             NO_DECAY,
             Number("nesterov", "bool", False),
-            Number("wd_after_momentum", "bool", False, of="self.wd_after_momentum"),
+            Number("wd_after_momentum", "bool", False, of="wd_after_momentum"),
         ),
         (State("momentum_buffers", "momentum_buffer", if_set="momentum", code="signed"),),
         ("Sgd<T, false>", "Sgd<T, true>"),
@@ -173,7 +175,7 @@ _ALL = (
         """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
 
     No host sync.""",
-        (EPS, NO_DECAY, Number("adagrad_w_mode", "bool", False, of="self.adagrad_w_mode")),
+        (EPS, NO_DECAY, Number("adagrad_w_mode", "bool", False, of="adagrad_w_mode")),
         (State("sums", "sum"),),
         ("Adagrad<T>",),
     ),
@@ -204,9 +206,9 @@ _ALL = (
     Without ``grad_averaging``, m = beta1 m + g. No host sync.""",
         (
             *(*BETAS, EPS, WEIGHT_DECAY),
-            Number("max_grad_norm", default=0.0, of="group['max_grad_norm'] or 0.0"),
+            Number("max_grad_norm", default=0.0, of=lambda _, group: group["max_grad_norm"] or 0.0),
             *(BIAS_CORRECTION, ADAM_W_MODE, GRAD_AVERAGING),
-            Number("use_nvlamb", "bool", False, of="self.use_nvlamb"),
+            Number("use_nvlamb", "bool", False, of="use_nvlamb"),
         ),
         (EXP_AVG, EXP_AVG_SQ),
         factors=("global_grad_norm",),
@@ -222,8 +224,8 @@ OPTIMIZERS = SPECS | {
         "NovoGrad: norms, and two calls of ``sgd``.",
         (
             *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
-            Number("reg_inside_moment", "bool", False, of="self.moment_mode == 0"),
-            Number("inf_norm", "bool", False, of="group['norm_type'] == 0"),
+            Number("reg_inside_moment", "bool", False, of=lambda self, _: self.moment_mode == 0),
+            Number("inf_norm", "bool", False, of=lambda _, group: group["norm_type"] == 0),
             Number("init_zero", "bool", False),
         ),
         (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True)),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ampctx.kernels.ops import call, factor, wrote
-from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, NO_ROWS, WRITE_BACKS
 
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
@@ -44,6 +43,7 @@ def adam(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
 
@@ -71,6 +71,7 @@ def adam(
         factor(lr),
         factor(grad_norm),
         numbers,
+        *rows,
         beta1,
         beta2,
         eps,
@@ -111,6 +112,7 @@ def sgd(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """SGD: p -= lr b, or p -= lr (g + momentum b) with ``nesterov``.
 
@@ -126,6 +128,7 @@ def sgd(
         factor(lr),
         factor(grad_norm),
         numbers,
+        *rows,
         momentum,
         dampening,
         weight_decay,
@@ -162,6 +165,7 @@ def adagrad(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
 
@@ -176,6 +180,7 @@ def adagrad(
         factor(lr),
         factor(grad_norm),
         numbers,
+        *rows,
         eps,
         weight_decay,
         adagrad_w_mode,
@@ -211,6 +216,7 @@ def lion(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
     host sync."""
@@ -224,6 +230,7 @@ def lion(
         factor(lr),
         factor(grad_norm),
         numbers,
+        *rows,
         beta1,
         beta2,
         weight_decay,
@@ -258,6 +265,7 @@ def muon(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """The average of Muon, which comes before the orthogonalisation: ``params`` become the directions u.
 
@@ -273,6 +281,7 @@ def muon(
         factor(lr),
         factor(grad_norm),
         numbers,
+        *rows,
         momentum,
         nesterov,
         maximize,
@@ -316,6 +325,7 @@ def lamb(
     skips: Sequence[Tensor] = (),
     stochastic_state: bool = False,
     numbers: Tensor = NO_NUMBERS,
+    rows: tuple[Tensor, Tensor] = NO_ROWS,
 ) -> None:
     """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
 
@@ -333,6 +343,7 @@ def lamb(
         factor(global_grad_norm),
         factor(grad_norm),
         numbers,
+        *rows,
         beta1,
         beta2,
         eps,
@@ -349,88 +360,3 @@ def lamb(
         stochastic_state,
     )
     wrote(params, extras, *((grads,) if unscale_grads else ()))
-
-
-def adam_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "bias_correction": bool(group["bias_correction"]),
-        "adam_w_mode": bool(self.adam_w_mode),
-    }
-
-
-def sgd_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "momentum": group["momentum"],
-        "dampening": group["dampening"],
-        "weight_decay": group["weight_decay"],
-        "nesterov": bool(group["nesterov"]),
-        "wd_after_momentum": bool(self.wd_after_momentum),
-    }
-
-
-def adagrad_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "adagrad_w_mode": bool(self.adagrad_w_mode),
-    }
-
-
-def lion_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "weight_decay": group["weight_decay"],
-    }
-
-
-def muon_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "momentum": group["momentum"],
-        "nesterov": bool(group["nesterov"]),
-    }
-
-
-def lamb_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "max_grad_norm": group["max_grad_norm"] or 0.0,
-        "bias_correction": bool(group["bias_correction"]),
-        "adam_w_mode": bool(self.adam_w_mode),
-        "grad_averaging": bool(group["grad_averaging"]),
-        "use_nvlamb": bool(self.use_nvlamb),
-        "global_grad_norm": 0.0,
-    }
-
-
-def novograd_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "bias_correction": bool(group["bias_correction"]),
-        "grad_averaging": bool(group["grad_averaging"]),
-        "reg_inside_moment": bool(self.moment_mode == 0),
-        "inf_norm": bool(group["norm_type"] == 0),
-        "init_zero": bool(group["init_zero"]),
-    }
-
-
-# By op: its numbers, from a fused optimizer and its group.
-OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
-    "adam": adam_options,
-    "sgd": sgd_options,
-    "adagrad": adagrad_options,
-    "lion": lion_options,
-    "muon": muon_options,
-    "lamb": lamb_options,
-    "novograd": novograd_options,
-}

@@ -1,4 +1,5 @@
-"""The base of the fused optimizers. A step calls the op once for each (group, device, dtypes, write back).
+"""The base of the fused optimizers. A step calls the op once for each (device, dtypes, write back): param groups share
+calls where only numbers differ.
 
 A step needs no host sync. What it is given, and the op calls, are in ``ampctx.optimizers._work``.
 
@@ -30,7 +31,6 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import wrote
 from ampctx.kernels.spec import OPTIMIZERS
-from ampctx.kernels.steps import OPTIONS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
@@ -122,8 +122,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _ops: ClassVar[tuple[str, ...]]
     # The step by norms or matrices of which ranks hold parts: (optimizer, calls, step).
     _split_step: Callable[..., None] | None = None
-    # Whether a group has a parameter twice.
-    _has_repeats = False
+    # Whether a subclass makes op calls by itself, and whether a group has a parameter twice.
+    _has_own_launch = _has_repeats = False
     # torch calls it for each class that has instances.
     profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment]
     # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
@@ -137,6 +137,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._has_own_launch = cls._launch is not FusedOptimizer._launch
         if "_op" in vars(cls):
             cls._ops = vars(cls).get("_ops", (cls._op,))
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -204,9 +205,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         betas = ["betas"] if any(number.name == "beta1" for number in numbers) else []
         return betas + [number.name for number in numbers if number.type == "float" and not number.of]
 
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        """The op's numbers, except those of all optimizers."""
-        return OPTIONS[self._op_of(group)](self, group)
+    _op_options = _options.numbers_of
 
     @property
     def _master_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -350,7 +349,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                     self._launch(work, step, norm)
                     if after is not None:
                         after(work.members)
-            if made and after is None and type(self)._launch is FusedOptimizer._launch:
+            if made and after is None and not self._has_own_launch:
                 plan = step_plan(self, calls, made, step)
         if step.unscales:
             _work.finish_unscaling(calls)
@@ -362,11 +361,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             step.wrote()
 
     def _new_works(self, step: Step) -> list[Work]:
-        members = [_work.members_of(self, g, step) for g in range(len(self.param_groups))]
-        works: list[Work] = []
-        for group, kinds in zip(self.param_groups, members, strict=True):
-            for kind, found in kinds.items():
-                works += _work.works_of(self, group, kind, found, step)
+        members = _work.members_of(self, step)
+        works = [work for (_, kind), found in members.items() for work in _work.works_of(self, kind, found, step)]
         if self._call_elements is not None:
             most = self._call_elements
             works = [part for work in works for part in work.parts([None] * len(work.members), most)]
@@ -412,13 +408,15 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if work.sharded:
             wrote(work.members)
 
-    def _numbers_of(self, group: Group) -> dict[str, Any]:
-        """The numbers of an op call that the options of a group give."""
-        return {**self._op_options(group), "maximize": bool(group["maximize"]), "seed": group["seed"]}
+    def _numbers_of(self, work: Work) -> dict[str, Any]:
+        """The numbers of an op call that the options of its groups give."""
+        own = {"maximize": bool(work.group["maximize"]), "seed": work.group["seed"]}
+        rows = _work.rows_of(self, work) if work.groups else {}
+        return {**self._op_options(work.group), **own, **rows}
 
     def _arguments(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments of a call's op besides lists. Takes the skip counts for the first call."""
-        return {**self._numbers_of(work.group), **self._numbers_now(work, step, norm)}
+        return {**self._numbers_of(work), **self._numbers_now(work, step, norm)}
 
     def _numbers_now(self, work: Work, step: Step, norm: PerDevice | None = None) -> dict[str, Any]:
         """The arguments that each step brings."""

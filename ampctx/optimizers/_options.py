@@ -141,6 +141,22 @@ def check_numbers(group: Group, spec: OpSpec, flags: Sequence[str]) -> None:
     group["seed"] = check_seed(group["seed"])
 
 
+def numbers_of(optimizer: Any, group: Group) -> dict[str, Any]:
+    """The op's numbers for a group, except those of all optimizers."""
+    spec = OPTIMIZERS[optimizer._op_of(group)]
+    found = dict.fromkeys(spec.factors, 0.0)  # if no group needs the factor
+    for number in spec.numbers:
+        of = number.of
+        if isinstance(of, tuple):
+            value = group[of[0]][of[1]]
+        elif callable(of):
+            value = of(optimizer, group)
+        else:
+            value = getattr(optimizer, of) if of else group[number.name]
+        found[number.name] = bool(value) if number.type == "bool" else value
+    return found
+
+
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:
     """Checks options that user code may have changed since the last step, and that the ops would misread."""
     if isinstance(lr := group["lr"], Tensor):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Column, Plan, PlannedCall, make_plan, marks
+from ampctx.kernels.plan import Column, Entries, Plan, PlannedCall, make_plan, marks, same_groups
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.optimizers import _state_types
+from ampctx.optimizers._options import Group
 from ampctx.optimizers._state_types import forms_of
 from ampctx.optimizers._work import Work, defaults_of, settings_of, writes_all
 from ampctx.weights.step import Step
@@ -77,21 +79,23 @@ def _planned(optimizer: Any, work: Work, call: OpCall) -> PlannedCall:
 
 # The attributes of optimizers that are numbers of op calls, or choose these.
 _ATTRIBUTES = {"write_back", "master_weights", "_reduced_precision_dtype"}
-_ATTRIBUTES |= {n.of[5:].split()[0] for spec in OPTIMIZERS.values() for n in spec.numbers if n.of.startswith("self.")}
+_ATTRIBUTES |= {n.of for spec in OPTIMIZERS.values() for n in spec.numbers if n.of and isinstance(n.of, str)}
 _FIXED = (float, int, bool, str, type(None), torch.dtype)
 
 
-def options_of(optimizer: Any, names: Sequence[str]) -> list[Any]:
-    """The values of the options ``names`` of groups and of the attributes, to compare by identity. Of lr, the type."""
-    found: list[Any] = list(map(getattr, repeat(optimizer), _ATTRIBUTES, repeat(None)))
-    for group in optimizer.param_groups:
-        found += (type(group["lr"]), *map(group.get, names))
-    return found
+def attributes_of(optimizer: Any) -> list[Any]:
+    return list(map(getattr, repeat(optimizer), _ATTRIBUTES, repeat(None)))
+
+
+def entries_of(group: Group, names: Sequence[str]) -> Entries:
+    """The options ``names`` of a group, which it has to keep, and the type of lr."""
+    return group, list(group), [type(v) if k == "lr" else v if k in names else object for k, v in group.items()]
 
 
 def is_fixed(option: Any) -> bool:
-    """Whether no program can change the value in place, nor make it one to check by ``options_of``."""
-    return option is float or type(option) in _FIXED or (type(option) is tuple and set(map(type, option)) == {float})
+    """Whether no program can change the value in place, nor make it one to check."""
+    is_tuple = type(option) is tuple and set(map(type, option)) == {float}
+    return option is float or option is object or type(option) in _FIXED or is_tuple
 
 
 class StepPlan:
@@ -107,7 +111,7 @@ class StepPlan:
         self._takers = [itemgetter("skips", *spec.values) for spec in specs]
         self._defaults = list(map(defaults_of, ops_of, works))
         self._has_norm = any(spec.factors for spec in specs)  # whether ops are given the norm of all gradients
-        self._settings = settings_of(optimizer)
+        self._settings = [*attributes_of(optimizer), *settings_of(optimizer)]
         self._writes_all = writes_all(works, step)
         self._masters = None if step.pending is None else step.pending.masters
         # By call: the places of its members among the masters with pending gradients, or None where it reads ``.grad``.
@@ -121,18 +125,22 @@ class StepPlan:
 
     def knows(self, optimizer: Any) -> bool:
         """Whether all options are the values that were checked, lr excepted, which is a float again."""
-        if (known := self._options) is None:
-            return False
-        now = options_of(optimizer, self._names)
-        return len(now) == len(known) and all(map(is_, now, known))
+        is_same = self._options is not None and same_groups(optimizer.param_groups, self._options)
+        return is_same and all(map(is_, attributes_of(optimizer), self._attributes))
 
     def renew(self, optimizer: Any) -> None:
         """Takes over checked options. Where they need other calls, the plan runs no more."""
-        now = options_of(optimizer, self._names)
-        self._options = now if all(map(is_fixed, now)) else None
-        numbers = [optimizer._numbers_of(work.group) for work in self._works]
-        self._fixed = [{**own, **given} for own, given in zip(self._defaults, numbers, strict=True)]
-        self._fits = self._settings == settings_of(optimizer)
+        self._attributes = attributes_of(optimizer)
+        found = [entries_of(group, self._names) for group in optimizer.param_groups]
+        self._options = found if all(map(is_fixed, chain(self._attributes, *(row[2] for row in found)))) else None
+        self._fits = self._settings == [*self._attributes, *settings_of(optimizer)]
+        if not self._fits:
+            return
+        self._fixed = [{**own, **optimizer._numbers_of(w)} for own, w in zip(self._defaults, self._works, strict=True)]
+        for fixed in self._fixed:
+            table, fixed["rows"] = fixed["rows"]
+            memory = fixed["memory"] = array("d", table.flatten().tolist())
+            fixed["table"] = torch.frombuffer(memory, dtype=torch.float64) if memory else table
 
     def seen(self) -> dict[Tensor, bytes]:
         """The marks of these weights when they agreed with their states."""
@@ -163,6 +171,8 @@ class StepPlan:
         counts = list(step.counts or ())
         try:
             for work, take, fixed in zip(self._works, self._takers, self._fixed, strict=True):
+                if table := fixed["memory"]:  # of rows, each with its lr first
+                    table[:: len(table) // len(work.groups)] = array("d", [group["lr"] for group in work.groups])
                 given.append(take({**fixed, **optimizer._numbers_now(work, step, norm)}))
             has_run = self._plan.run(optimizer.param_groups, given, grads, not self._unscales) is not None
         finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +21,15 @@ from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_la
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, is_sharded, local, part_number, place_grads, wrote
 from ampctx.kernels.spec import OPTIMIZERS
-from ampctx.optimizers._options import Group, check_one_element, param_name, refuse_sparse
+from ampctx.optimizers._options import FLAGS, Group, check_one_element, param_name, refuse_sparse
 from ampctx.optimizers._state_types import forms_of, smallest_coded, states_of
 from ampctx.weights.step import Step
 from ampctx.weights.store import EXTRAS
 
 logger = logging.getLogger("ampctx")
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
-# By op: the options that switch one of its lists of state on.
-_SWITCHES = {name: [state.if_set for state in spec.sized if state.if_set] for name, spec in OPTIMIZERS.items()}
+# By op: the bool options of a group, and those that switch one of its lists of state on.
+_SWITCHES = {name: (*FLAGS[name], *(s.if_set for s in spec.sized if s.if_set)) for name, spec in OPTIMIZERS.items()}
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -70,11 +70,13 @@ def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
 
 
 class Members(NamedTuple):
-    """The parameters of a group with gradients, these gradients, and the numbers of the parameters in all groups."""
+    """Parameters of one kind with gradients, these gradients, the numbers of the parameters in all groups, and the
+    places of their groups."""
 
     params: list[Tensor]
     grads: list[Tensor]
     numbers: list[int]
+    rows: list[int]
 
 
 # The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are pending,
@@ -89,7 +91,7 @@ _MOST_NUMBERS = 64
 class Work(NamedTuple):
     """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
-    ``lists``: by the names of the op's arguments.
+    ``group``: that of the members, or of the first. ``lists``: by the names of the op's arguments.
     """
 
     group: Group
@@ -104,6 +106,15 @@ class Work(NamedTuple):
     random: Mapping[str, Any] = {}
     # (gradient, its copy for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
+    # Of members of several groups: these, and the place of each one's group among them.
+    groups: Sequence[Group] = ()
+    rows: Sequence[int] = ()
+
+    def of_groups(self, groups: Sequence[Group], rows: Sequence[int]) -> Work:
+        """The call with the groups that its members belong to: those at ``rows`` of ``groups``."""
+        used = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        own = [groups[row] for row in used]
+        return self._replace(group=own[0], groups=own if len(own) > 1 else (), rows=[used[row] for row in rows])
 
     @property
     def is_pending(self) -> bool:
@@ -125,7 +136,8 @@ class Work(NamedTuple):
             lists = {name: [ts[i] for i in places] if ts else ts for name, ts in self.lists.items()}
             members, numbers = [self.members[i] for i in places], [self.numbers[i] for i in places]
             # All copies of gradients go with the first.
-            found.append(self._replace(members=members, lists=lists, numbers=numbers, relaid=relaid))
+            part = self._replace(members=members, lists=lists, numbers=numbers, relaid=relaid)
+            found.append(part.of_groups(self.groups, [self.rows[i] for i in places]) if self.groups else part)
             relaid = ()
         return found
 
@@ -144,33 +156,35 @@ class Work(NamedTuple):
         return self._replace(random={**self.random, "numbers": found})
 
 
-def members_of(optimizer: Any, g: int, step: Step) -> dict[Kind, Members]:
-    """The parameters of a group with gradients, by kind, after all checks."""
-    group = optimizer.param_groups[g]
+def members_of(optimizer: Any, step: Step) -> dict[tuple[Any, Kind], Members]:
+    """The parameters with gradients, by the settings of their groups and by kind, after all checks."""
     pending_grads = {} if step.pending is None else step.pending.grads
-    place_grads(group["params"])
-    first = sum(map(len, map(itemgetter("params"), optimizer.param_groups[:g])))
-    coded_from = smallest_coded(group)
-    found: dict[Kind, Members] = {}
-    for i, p in enumerate(group["params"]):
-        if optimizer._has_repeats and any(p is other for other in group["params"][:i]):
-            continue
-        # Reading .grad of a master would materialize its pending gradient.
-        grad = pending_grads.get(p)
-        is_pending = grad is not None
-        if grad is None and (grad := p.grad) is None:
-            continue
-        if grad.layout is not torch.strided:
-            refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
-        optimizer._check_param(g, i, p)
-        destination = "model" if p in step.models else optimizer.layout_of(p)
-        kind = (destination, is_pending, p.numel() >= coded_from)
-        if kind not in found:
-            found[kind] = Members([], [], [])
-        members = found[kind]
-        members.params.append(p)
-        members.grads.append(grad)
-        members.numbers.append(first + i)
+    found: dict[tuple[Any, Kind], Members] = {}
+    first = 0
+    for g, (group, settings) in enumerate(zip(optimizer.param_groups, settings_of(optimizer), strict=True)):
+        place_grads(group["params"])
+        coded_from = smallest_coded(group)
+        for i, p in enumerate(group["params"]):
+            if optimizer._has_repeats and any(p is other for other in group["params"][:i]):
+                continue
+            # Reading .grad of a master would materialize its pending gradient.
+            grad = pending_grads.get(p)
+            is_pending = grad is not None
+            if grad is None and (grad := p.grad) is None:
+                continue
+            if grad.layout is not torch.strided:
+                refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
+            optimizer._check_param(g, i, p)
+            destination = "model" if p in step.models else optimizer.layout_of(p)
+            key = settings, (destination, is_pending, p.numel() >= coded_from)
+            if key not in found:
+                found[key] = Members([], [], [], [])
+            members = found[key]
+            members.params.append(p)
+            members.grads.append(grad)
+            members.numbers.append(first + i)
+            members.rows.append(g)
+        first += len(group["params"])
     return found
 
 
@@ -191,10 +205,10 @@ def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
-def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, step: Step) -> Iterator[Work]:
-    """The op calls that step ``members`` of a group of ``optimizer``, one for each device and combination of dtypes.
-    Makes their state."""
-    destination, is_pending, in_codes = kind
+def works_of(optimizer: Any, kind: Kind, members: Members, step: Step) -> Iterator[Work]:
+    """The op calls that step ``members`` of ``optimizer``, one for each device and combination of dtypes. Plain torch
+    takes one group at a time. Makes their state."""
+    group, (destination, is_pending, in_codes) = optimizer.param_groups[members.rows[0]], kind
     forms = forms_of(OPTIMIZERS[optimizer._op_of(group)], group, in_codes)
     states = states_of(optimizer, forms, destination, members.params)
     targets, extra = members.params, []
@@ -221,17 +235,27 @@ def works_of(optimizer: Any, group: Group, kind: Kind, members: Members, step: S
     along = {name: local([state[key] for state in states]) for name, key in forms.along.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *forms.sized)}
     sharded = any_sharded(members.params)
-    found = buckets(
-        *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
-    )
-    for device, fused, (*lists, stepped, numbers) in found:
+    beside = [*along.values(), members.params, members.numbers, members.rows]
+    found = buckets(*compared.values(), along=beside, known_dtypes=_KNOWN_DTYPES)
+    for device, fused, (*lists, stepped, numbers, rows) in found:
         named = {**empty, **dict(zip([*compared, *along], lists, strict=True))}
         random = {"stochastic_state": bool(forms.dtypes)} if forms.dtypes or destination == "stochastic" else {}
         if random and sharded:
             # Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each.
             numbers = [n + (part_number(p) << 32) for p, n in zip(stepped, numbers, strict=True)]
-        yield Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
+        work = Work(group, kind, device, fused, stepped, named, sharded, numbers, random, relaid)
+        work = work if len(optimizer.param_groups) == 1 else work.of_groups(optimizer.param_groups, rows)
+        yield from [work] if fused or not work.groups else work.parts(work.rows, sys.maxsize)
         relaid = ()
+
+
+def rows_of(optimizer: Any, work: Work) -> dict[str, Any]:
+    """The numbers in which the groups of a call differ, as the op takes them: a table, and the rows of the members."""
+    columns = OPTIMIZERS[optimizer._op_of(work.group)].columns
+    options = [{**optimizer._op_options(group), "lr": group["lr"]} for group in work.groups]
+    table = [[of_group[name] for name in columns] for of_group in options]
+    pairs = (table, torch.float64), (work.rows, torch.int64)
+    return {"rows": tuple(torch.tensor(values, dtype=dtype, device="cpu") for values, dtype in pairs)}
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
@@ -260,14 +284,18 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
     foreach.scale(grads, grads, foreach.Unread(), factor)
 
 
-def settings_of(optimizer: Any) -> list[Any]:
-    """The options that choose which op is called and which state it needs. A plan is dropped when they differ."""
-    found: list[Any] = [optimizer.write_back, optimizer._master_dtypes, optimizer.master_weights]
-    for group in optimizer.param_groups:
-        kept = group.get("state_dtype")
-        found.append(dict(kept) if type(kept) is dict else kept)  # a copy, as a program may change it in place
-        found.append(group.get("min_8bit_size"))
-        found += [bool(group.get(name)) for name in _SWITCHES[optimizer._op_of(group)]]
+def settings_of(optimizer: Any) -> list[tuple[Any, ...]]:
+    """For each group, the options that choose its op call and state, and what cannot differ within a call. Groups with
+    equal ones share calls. A plan is dropped when they change."""
+    # A step of a subclass, or over ranks, reads the options of one group.
+    over_ranks = optimizer._split_step and any_sharded(p for g in optimizer.param_groups for p in g["params"])
+    joins, found = not (optimizer._has_own_launch or over_ranks), []
+    for g, group in enumerate(optimizer.param_groups):
+        op, kept = optimizer._op_of(group), group.get("state_dtype")
+        kept = tuple(kept.items()) if isinstance(kept, dict) else kept
+        alone = None if joins and not isinstance(group["lr"], Tensor) else g
+        switches = map(bool, map(group.get, _SWITCHES[op]))
+        found.append((op, alone, kept, group.get("min_8bit_size"), group["seed"], *switches))
     return found
 
 
@@ -295,10 +323,11 @@ def defaults_of(op: str, work: Work) -> dict[str, Any]:
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     if work.fused:
-        random = work.random
-        if not random and not torch.compiler.is_compiling() and is_watched():
-            random = {"numbers": torch.empty(0, dtype=torch.int64, device="cpu")}  # FakeTensorMode refuses the default
-        getattr(steps, op)(**work.lists, **arguments, **random, write_back=work.write_back)
+        given = {**work.random, **arguments}
+        if not torch.compiler.is_compiling() and is_watched():  # FakeTensorMode refuses the defaults
+            none, no_table = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.float64))
+            given = {"numbers": none, "rows": (no_table, none), **given}
+        getattr(steps, op)(**work.lists, **given, write_back=work.write_back)
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(work.write_back)

@@ -64,7 +64,7 @@ class FusedLAMB(FusedOptimizer):
             group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"], finite=False)
 
     def _global_norm(self, works: list[Work], step: Step) -> PerDevice | None:
-        if not any(work.group["max_grad_norm"] for work in works):
+        if not any(group["max_grad_norm"] for work in works for group in work.groups or [work.group]):
             return None
         lists = [(work.is_pending, work.lists["grads"]) for work in works]
         grads, pending_grads = ([g for pends, own in lists if pends is kind for g in own] for kind in (False, True))

@@ -20,15 +20,17 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
   TensorScalars<T>* scalars = static_cast<TensorScalars<T>*>(call.workspace);
   int64_t number = 0;
   double known = std::numeric_limits<double>::quiet_NaN();  // the count of `last`: powers are slow, most counts agree
+  TensorRule used;                                          // for `last`
   TensorScalars<T> last{};
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
     const double t = next_step(*call.steps[i]);
     *call.steps[i] = static_cast<float>(t);
     if (number == call.lists.size() || call.lists.index[number] != i) continue;
-    if (t != known) last = tensor_scalars<T>(call.rule, t, number);
-    known = t;
+    const TensorRule& rule = call.rules[call.lists.row_of(number)];
+    if (t != known || rule.beta1 != used.beta1 || rule.beta2 != used.beta2) last = tensor_scalars<T>(rule, t, number);
+    known = t, used = rule;
     scalars[number] = last;
-    scalars[number].key = random_key(call.rule.seed, to_int64(t), call.numbers ? call.numbers[number] : number);
+    scalars[number].key = random_key(rule.seed, to_int64(t), call.numbers ? call.numbers[number] : number);
     ++number;
   }
   return scalars;
@@ -52,7 +54,7 @@ class StepAccess {
   StepBlock<T> begin(const Block& block, Buffers& buffers) const {
     StepBlock<T> at{};
     at.n = block.size;
-    at.lr = static_cast<T>(call_.lr.value);
+    at.lr = static_cast<T>(call_.rates[call_.lists.row_of(block.tensor)].value);
     const T inv_scale = static_cast<T>(call_.inv_scale.value);
     at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
     at.tensor = scalars_[block.tensor];
@@ -155,13 +157,13 @@ class StepAccess {
   bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
-// The step itself, with the scalars of advance_steps(). If states are fp32, and weights fp32 or split, the loop
+// The step itself. If states are fp32, and weights fp32 or split, the loop
 // (simd_optimizers.cpp) converts 16-bit gradients and extras itself; else blocks are converted around it.
 template <class T, class Optimizer>
-void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
-            const StepLoopsOf<T, Optimizer>& loops) {
+void walk(const Context& context, const StepCall& call, const std::vector<Optimizer>& rows) {
   const TensorLists& lists = call.lists;
-  const StepAccess<T> access(call, scalars);
+  const StepLoopsOf<T, Optimizer>& loops = optimizer_loops<T>(simd()).steps;
+  const StepAccess<T> access(call, advance_steps<T>(call));
   const WriteBack mode = call.write_back;
   const DType extra = has_extras(mode) ? lists.dtype[lists.depth - 1] : DType::f32;
   const DType grad = call.unscales ? DType::f32 : lists.dtype[0];  // unscaled gradients are fp32
@@ -178,7 +180,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
     const bool reads = !is_direct || call.unscales;
     if (reads) access.read_gradients(at, block, buffers);
     loop(at, reads ? at.grad : memory(lists, 0, block), is_direct ? memory(lists, 1, block) : at.weight,
-         memory(lists, lists.depth - 1, block), optimizer);
+         memory(lists, lists.depth - 1, block), rows[call.lists.row_of(block.tensor)]);
     if (is_direct) return;
     access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
@@ -188,35 +190,35 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
 }
 
 // The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the
-// second walk recomputes u from the stored m and v, and takes the step. Without a trust ratio one walk does both.
+// second walk recomputes u from the stored m and v, and takes the step. Without trust ratios one walk does both.
 template <class T>
-void step_as(const Context& context, const StepCall& call, const LambOptions& options) {
+void step_as(const Context& context, const StepCall& call, const std::vector<LambOptions>& rows) {
   struct Buffers : StepAccess<T>::Buffers {
     typename BlockAccess<T>::Buffer u;
   };
-  Lamb<T> lamb(options);
-  lamb.clip = lamb_clip(lamb, static_cast<T>(call.factors[0].value));
+  std::vector<Lamb<T>> lambs(rows.begin(), rows.end());
+  for (Lamb<T>& lamb : lambs) lamb.clip = lamb_clip(lamb, static_cast<T>(call.factors[0].value));
   const StepAccess<T> access(call, advance_steps<T>(call));
   const LayerLoops<T>& loops = optimizer_loops<T>(simd()).layers;
-  const T lr = static_cast<T>(call.lr.value);
   // The block with updated m and v, as stored, and the old weight.
   const auto move_moments = [&](const Block& block, Buffers& buffers) {
     StepBlock<T> at = access.open(block, buffers);
     access.read_gradients(at, block, buffers);
-    loops.lamb_moments(at, lamb);
+    loops.lamb_moments(at, lambs[call.lists.row_of(block.tensor)]);
     access.write_states(at, block, buffers);
     access.read_states(at, block, buffers);
     return at;
   };
   const auto descend = [&](const StepBlock<T>& at, const Block& block, Buffers& buffers, T rate) {
-    loops.lamb_direction(at, lamb, buffers.u.data);
+    loops.lamb_direction(at, lambs[call.lists.row_of(block.tensor)], buffers.u.data);
     loops.descend(at.weight, buffers.u.data, block.size, rate);
     access.write_weights(at, block, buffers);
   };
-  if (!has_ratio(options)) {
+  if (std::none_of(rows.begin(), rows.end(), has_ratio)) {
     return for_each_block(context, call.lists, [&](const Block& block) {
       Buffers buffers;
-      descend(move_moments(block, buffers), block, buffers, lr);
+      const StepBlock<T> at = move_moments(block, buffers);
+      descend(at, block, buffers, at.lr);
     });
   }
   const auto norm = arithmetic<T>().l2norm[kOwnType<T>];
@@ -224,14 +226,17 @@ void step_as(const Context& context, const StepCall& call, const LambOptions& op
   for_each_block(context, call.lists, [&](const Block& block) {
     Buffers buffers;
     const StepBlock<T> at = move_moments(block, buffers);
-    loops.lamb_direction(at, lamb, buffers.u.data);
+    loops.lamb_direction(at, lambs[call.lists.row_of(block.tensor)], buffers.u.data);
     double* const sums = partial + 2 * block.number;
     norm(at.weight, block.size, 1, &sums[0]);
     norm(buffers.u.data, block.size, 1, &sums[1]);
   });
   std::vector<T> rate(call.lists.numel.size());
   for_each_total<2>(call.lists, partial, [&](int64_t tensor, const double (&sum)[2]) {
-    rate[tensor] = lamb_rate(lr, static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1])));
+    const int32_t row = call.lists.row_of(tensor);
+    rate[tensor] = static_cast<T>(call.rates[row].value);
+    if (!has_ratio(rows[row])) return;
+    rate[tensor] = lamb_rate(rate[tensor], static_cast<T>(std::sqrt(sum[0])), static_cast<T>(std::sqrt(sum[1])));
   });
   for_each_block(context, call.lists, [&](const Block& block) {
     Buffers buffers;
@@ -240,26 +245,23 @@ void step_as(const Context& context, const StepCall& call, const LambOptions& op
 }
 
 template <class T, class Options, class... Optimizers>
-void step_by(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  const StepLoops<T>& loops = optimizer_loops<T>(simd()).steps;
-  const TensorScalars<T>* const scalars = advance_steps<T>(call);
-  ((call.states() == Optimizers::kStates ? update<T, Optimizers>(context, call, scalars, Optimizers(options), loops)
-                                         : void()),
+void step_by(const Context& context, const StepCall& call, const std::vector<Options>& rows, Functors<Optimizers...>) {
+  ((call.states() == Optimizers::kStates ? walk<T, Optimizers>(context, call, {rows.begin(), rows.end()}) : void()),
    ...);
 }
 
 // Of the ops that the functions above do not name.
 template <class T, class Options>
-void step_as(const Context& context, const StepCall& call, const Options& options) {
-  step_by<T>(context, call, options, decltype(functors_of<T>(options)){});
+void step_as(const Context& context, const StepCall& call, const std::vector<Options>& rows) {
+  step_by<T>(context, call, rows, decltype(functors_of<T>(rows[0])){});
 }
 
 }  // namespace
 
-#define AMPCTX_STEP(op, Options, unused)                                                                             \
-  void op(const Context& context, const StepCall& call, const Options& options) {                                    \
-    if (call.found_inf.is_set()) return;                                                                             \
-    call.lists.computes_in_f64() ? step_as<double>(context, call, options) : step_as<float>(context, call, options); \
+#define AMPCTX_STEP(op, Options, unused)                                                                       \
+  void op(const Context& context, const StepCall& call, const std::vector<Options>& rows) {                    \
+    if (call.found_inf.is_set()) return;                                                                       \
+    call.lists.computes_in_f64() ? step_as<double>(context, call, rows) : step_as<float>(context, call, rows); \
   }
 AMPCTX_STEP_OPS(AMPCTX_STEP, )
 #undef AMPCTX_STEP

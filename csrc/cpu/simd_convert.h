@@ -73,14 +73,6 @@ inline __m128i to_half(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEARE
 constexpr int kVector = 16;
 #endif
 
-template <class To, class From>
-To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 // `streams`: past the caches, to a multiple of the vector's size. Memory lines that are written whole need not be read
 // first.
 template <bool streams, class Value>

@@ -1,6 +1,7 @@
-// The ops that are no optimizers, on CUDA: functors/elementwise.h and functors/loss_scale.h.
+// The ops that are no optimizers, on CUDA: functors/elementwise.h and functors/loss_scale.h. Of a step, the counts of
+// tensors without elements.
 #include "norms.cuh"
-#include "tickets.cuh"
+#include "step_walk.cuh"
 
 namespace ampctx::cuda {
 namespace {
@@ -132,6 +133,16 @@ __global__ void count_skip_kernel(SkipCounts counts, FoundInf of_step, FoundInf 
   count_skip_element(counts, of_step.is_set(), of_loss.is_set());
 }
 
+// The table's one list is the step counts. One thread per tensor.
+template <class Table>
+__global__ void __launch_bounds__(kThreads)
+    advance_empty_steps_kernel(const __grid_constant__ Table table, FoundInf found_inf) {
+  const int tensor = blockIdx.x * kThreads + threadIdx.x;
+  if (tensor >= table.count || found_inf.is_set()) return;
+  float* const step = static_cast<float*>(table.pointer[0][tensor]);
+  *step = static_cast<float>(next_step(*step));
+}
+
 }  // namespace
 
 void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, const ClippedFactor& factor,
@@ -195,6 +206,23 @@ void block_factors(const Context& context, const float* scale, const BlockFactor
 void count_skip(const Context& context, const SkipCounts& counts, FoundInf of_step, FoundInf of_loss) {
   constexpr auto kernel = &count_skip_kernel;
   AMPCTX_LAUNCH(kernel, 1, 1, context.stream, counts, of_step, of_loss);
+}
+
+void advance_empty_steps(const Context& context, const StepCall& call) {
+  if (call.lists.size() == 0 && call.skips.overflowed)
+    count_skip(context, call.skips, call.found_inf, call.found_inf);  // as no step kernel does
+  TensorLists empty;
+  empty.depth = 1;
+  auto next = call.lists.index.begin();
+  for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
+    next != call.lists.index.end() && *next == i ? void(++next) : empty.pointer[0].push_back(call.steps[i]);
+  }
+  empty.numel.assign(empty.pointer[0].size(), 1);
+  for_each_table<1>(empty, [&](const auto& table) {
+    constexpr auto kernel = &advance_empty_steps_kernel<std::decay_t<decltype(table)>>;
+    const int blocks = (table.count + kThreads - 1) / kThreads;
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf);
+  });
 }
 
 }  // namespace ampctx::cuda

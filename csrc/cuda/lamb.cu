@@ -15,16 +15,8 @@ enum class Walk { moments, weights, all };
 struct LambParameters {
   StepParameters step;
   Factor global_grad_norm;
-  Lamb<float> lamb;
-  float *norms = nullptr, *pieces = nullptr;
-  unsigned* tickets = nullptr;
-
-  LambParameters(const Context& context, const StepCall& call, const LambOptions& options)
-      : step(call), global_grad_norm(call.factors[0]), lamb(options) {
-    if (call.lists.size() == 0) return;
-    norms = static_cast<float*>(call.norms), pieces = norms + 2 * call.lists.size();
-    tickets = tickets_for(context);
-  }
+  float *norms, *pieces;
+  unsigned* tickets;
 };
 
 template <Walk walk, bool rounds, bool extras, bool unscales>
@@ -81,7 +73,8 @@ constexpr int resident_lamb_blocks(Walk walk, bool rounds, bool extras, bool uns
 // stores them, where that is asked for. `rounds`: as for StepFunctor.
 template <Walk walk, bool rounds, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, extras, unscales))
-    lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
+    lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call,
+                StepNumbers<Lamb<float>, 1> numbers) {
   if (is_skipped(call.step)) return;
   if constexpr (rounds) code_table<2>().fill();
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
@@ -90,23 +83,20 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
                                (walk == Walk::moments ? 0 : params | extra);
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
-  const float lr = call.step.lr.get();
+  const float lr = numbers.lr[0].get();
   [[maybe_unused]] const auto store = [to = call.norms](int tensor, int norm, float value) {
     to[int64_t{2} * tensor + norm] = value;
   };
-  call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
+  Lamb<float> lamb = numbers.optimizer(0);
+  lamb.clip = lamb_clip(lamb, call.global_grad_norm.get());
   // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
   constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
   constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
-  LambFunctor<walk, rounds, extras, unscales> functor{call.lamb,
-                                                      {call.step.inv_scale.get(), call.step.maximize},
-                                                      lr,
-                                                      call.step.write_back,
-                                                      table.dtype[1],
-                                                      table.dtype[2],
-                                                      table.dtype[3]};
+  const GradientScale<unscales> scale(call.step.inv_scale.get(), call.step.maximize);
+  const DType param = table.dtype[1], m = table.dtype[2], v = table.dtype[3];
+  LambFunctor<walk, rounds, extras, unscales> functor{lamb, scale, lr, call.step.write_back, param, m, v};
   for_each_step_segment<functor.kDepth>(
-      table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
+      table, share, numbers, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
         functor.tensor = scalars;
         if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
         if constexpr (walk == Walk::weights) {
@@ -121,31 +111,35 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, rounds, e
 }
 
 template <bool rounds, bool extras, bool unscales>
-void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  LambParameters parameters(context, call, options);
-  StepCounts counts(call);
-  for_each_step_table<rounds, 5 + extras>(call, [&](const auto& table) {
+void launch_lamb(const Context& context, const StepCall& call, const std::vector<LambOptions>& rows) {
+  auto* const norms = static_cast<float*>(call.norms);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
+  LambParameters parameters{call, call.factors[0], norms, norms + 2 * call.lists.size(), tickets};
+  int64_t first = 0;
+  // A launch for each row: the order of its sums depends on the tensors of a launch.
+  for_each_step_table<rounds, 5 + extras, 1>(call, [&](const auto& table) {
+    StepNumbers<Lamb<float>, 1> numbers(call, rows, table, tickets, first);
     const auto launch = [&](auto walk) {
       constexpr bool stores = unscales && walk != Walk::weights;
       constexpr auto kernel = &lamb_kernel<walk, rounds, extras, stores, std::decay_t<decltype(table)>>;
-      counts.tickets = walk == Walk::moments ? nullptr : parameters.tickets;  // the last walk advances the counts
-      launch_over<kernel>(context, table, parameters, counts);
+      numbers.tickets = walk == Walk::moments ? nullptr : tickets;  // the last walk advances the counts
+      launch_over<kernel>(context, table, parameters, numbers);
       parameters.step.skips = {};
     };
-    if (has_ratio(options)) {
+    if (has_ratio(rows[table.used[0]])) {
       launch(std::integral_constant<Walk, Walk::moments>{});
       launch(std::integral_constant<Walk, Walk::weights>{});
     } else {
       launch(std::integral_constant<Walk, Walk::all>{});
     }
-    counts.first += table.count;
+    first += table.count;
   });
   advance_empty_steps(context, call);
 }
 
 }  // namespace
 
-void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
+void lamb(const Context& context, const StepCall& call, const std::vector<LambOptions>& options) {
   static_assert(may_round_states<LambOptions>(2));
   if (rounds_states(call)) return launch_lamb<true, true, true>(context, call, options);
   const auto launch = [&](auto unscales) {

@@ -42,36 +42,39 @@ constexpr int kOtherParameters = 288;
 constexpr int kFewParameters = 4096;
 constexpr int kManyParameters = 32764;
 constexpr int kDriverWithManyParameters = 12010;
-#if CUDART_VERSION >= 12010
-constexpr bool kHasManyParameters = true;
-#else
-constexpr bool kHasManyParameters = false;
-#endif
+constexpr bool kHasManyParameters = CUDART_VERSION >= 12010;
 
-template <int depth, int bytes>
+// Its tensors have up to kRows different rows of the call's, for which the launch has kRowBytes each.
+constexpr int kRowBytes = 80;
+template <int depth, int bytes, int rows = 1>
 struct Table {
-  static constexpr int kParameters = bytes + kOtherParameters;
-  static constexpr int kCapacity = (bytes - 40) / (8 + 8 * depth);
+  static constexpr int kParameters = bytes + kOtherParameters, kRows = rows;
+  static constexpr int kCapacity =
+      (bytes - 40 - (rows > 1 ? rows * (kRowBytes + 4) : 0)) / (8 + 8 * depth + (rows > 1));
 
   int64_t offset[kCapacity + 1];  // offset[t] elements come before tensor t; offset[count] is the total
   void* pointer[depth][kCapacity];
   DType dtype[depth];
   int32_t count;
+  int32_t used[rows], rows_used;  // the rows
+  uint8_t row[rows > 1 ? kCapacity : 1];
 
   __host__ __device__ int64_t elements() const { return offset[count]; }
+  __host__ __device__ int row_of(int tensor) const { return rows > 1 ? row[tensor] : 0; }
 };
 
-// With Adam, 78 tensors take the small table, and up to 675 the large one: ResNet-50 (161), BERT-large (393).
+// With Adam, 78 tensors of one row take the small table, and up to 607 the large one: ResNet-50 (161), BERT-large
+// (393).
 template <int depth>
 using SmallTable = Table<depth, kFewParameters - kOtherParameters>;
-template <int depth>
-using LargeTable = Table<depth, kManyParameters - kOtherParameters>;
+template <int depth, int rows = 1>
+using LargeTable = Table<depth, kManyParameters - kOtherParameters, rows>;
 
 // How many bytes of parameters a kernel may have, by its first one.
 template <class First>
 constexpr int kParameterLimit = kFewParameters;
-template <int depth, int bytes>
-constexpr int kParameterLimit<Table<depth, bytes>> = Table<depth, bytes>::kParameters;
+template <int depth, int bytes, int rows>
+constexpr int kParameterLimit<Table<depth, bytes, rows>> = Table<depth, bytes, rows>::kParameters;
 
 // nvcc refuses what no driver takes. That a small table leaves an older driver's 4 KB to all parameters is asked here.
 template <class First, class... Others>
@@ -85,18 +88,25 @@ constexpr bool parameters_fit(void (*)(First, Others...)) {
 }
 
 // Fills the table with tensors from `first` on and returns the index of the first that has no place.
-template <int depth, int bytes>
-int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes>& table) {
-  static_assert(sizeof(table) <= bytes);
-  const int64_t last = std::min<int64_t>(lists.size(), first + table.kCapacity);
-  table.count = static_cast<int32_t>(last - first);
-  table.offset[0] = 0;
-  for (int32_t t = 0; t < table.count; ++t) {
+template <int depth, int bytes, int rows>
+int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes, rows>& table) {
+  static_assert(sizeof(table) + (rows > 1 ? rows * kRowBytes : 0) <= bytes);
+  const int64_t most = std::min<int64_t>(lists.size() - first, table.kCapacity);
+  table.rows_used = 0, table.offset[0] = 0;
+  int32_t t = 0;
+  for (; t < most; ++t) {
+    const int32_t row = lists.row_of(first + t);
+    int place = 0;
+    while (place < table.rows_used && !lists.same_rows(row, table.used[place])) ++place;
+    if (place == rows) break;
+    if (place == table.rows_used) table.used[table.rows_used++] = row;
+    if (rows > 1) table.row[t] = static_cast<uint8_t>(place);
     table.offset[t + 1] = table.offset[t] + lists.numel[first + t];
     for (int list = 0; list < depth; ++list) table.pointer[list][t] = lists.pointer[list][first + t];
   }
   for (int list = 0; list < depth; ++list) table.dtype[list] = lists.dtype[list];
-  return last;
+  table.count = t;
+  return first + t;
 }
 
 // Block b takes the elements [b * share, (b + 1) * share); every block has at least one.
@@ -148,26 +158,23 @@ inline bool driver_takes_many_parameters() {
   return version >= kDriverWithManyParameters;
 }
 
-// Launches for tensors from `first` on, as many as the table holds, and returns the index of the next.
-template <class Table, class Launch>
-int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launch) {
-  Table table;
-  const int64_t next = pack(lists, first, table);
-  launch(table);
-  return next;
-}
-
 // Calls launch(table) for the lists, or for successive parts of them, with the smallest table that fits.
-template <int depth, class Launch>
+template <int depth, int rows = 1, class Launch>
 void for_each_table(const TensorLists& lists, const Launch& launch) {
   for (int64_t first = 0; first < lists.size();) {
+    SmallTable<depth> small;
+    const int64_t next = pack(lists, first, small);
     if constexpr (kHasManyParameters) {
-      if (lists.size() - first > SmallTable<depth>::kCapacity && driver_takes_many_parameters()) {
-        first = launch_part<LargeTable<depth>>(lists, first, launch);
+      const bool is_cut = next < lists.size() && (rows > 1 || small.count == small.kCapacity);
+      if (is_cut && driver_takes_many_parameters()) {
+        LargeTable<depth, rows> large;
+        first = pack(lists, first, large);
+        launch(large);
         continue;
       }
     }
-    first = launch_part<SmallTable<depth>>(lists, first, launch);
+    first = next;
+    launch(small);
   }
 }
 

@@ -47,9 +47,8 @@ struct RoundedLists {
   static TensorLists of(const StepCall& call) {
     const TensorLists& given = call.lists;
     const std::vector<void*> none(given.numel.size(), nullptr);
-    TensorLists lists;
+    TensorLists lists = given;
     lists.depth = kDepth;
-    lists.numel = given.numel;
     const auto add = [&](int list, DType dtype, const std::vector<void*>& pointers) {
       lists.dtype[list] = dtype;
       lists.pointer[list] = pointers;
@@ -280,13 +279,13 @@ __device__ __forceinline__ void walk_segment(const Table& table, int tensor, int
 }
 
 // for_each_table for the kernels of a step, through `depth` lists that end with the step counts.
-template <bool rounds, int depth, class Launch>
+template <bool rounds, int depth, int rows, class Launch>
 void for_each_step_table(const StepCall& call, const Launch& launch) {
   if constexpr (rounds) {
     using Lists = RoundedLists<depth - 4>;
-    for_each_table<Lists::kDepth>(Lists::of(call), launch);
+    for_each_table<Lists::kDepth, rows>(Lists::of(call), launch);
   } else {
-    for_each_table<depth>(call.lists, launch);
+    for_each_table<depth, rows>(call.lists, launch);
   }
 }
 

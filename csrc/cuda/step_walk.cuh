@@ -11,20 +11,39 @@ namespace ampctx::cuda {
 // Advances the step counts of tensors without elements.
 void advance_empty_steps(const Context& context, const StepCall& call);
 
-// The step counts of a launch: the list of its table behind those that are walked.
-struct StepCounts {
-  TensorRule rule;
-  unsigned* tickets = nullptr;       // null: another walk of this step advances them
-  const int64_t* numbers = nullptr;  // of the tensors with elements, for random bits; null: their places
-  int64_t first = 0;                 // the place of the table's first among these
+// The numbers of a launch, by the rows of its table. Its step counts are the list behind those that are walked.
+template <class Optimizer, int rows>
+struct StepNumbers {
+  TensorRule rule[rows];
+  Factor lr[rows];
+  alignas(Optimizer) unsigned char bytes[rows][sizeof(Optimizer)];
+  unsigned* tickets;       // null: another walk of this step advances the counts
+  const int64_t* numbers;  // of the tensors with elements, for random bits; null: their places
+  int64_t first;           // the place of the table's first among these
 
-  explicit StepCounts(const StepCall& call) : rule(call.rule), numbers(call.numbers) {}
+  template <class Options, class Table>
+  StepNumbers(const StepCall& call, const std::vector<Options>& options, const Table& table, unsigned* tickets,
+              int64_t first)
+      : tickets(tickets), numbers(call.numbers), first(first) {
+    static_assert(rows == 1 || sizeof(*this) <= rows * kRowBytes);
+    for (int i = 0; i < table.rows_used; ++i) {
+      const int32_t row = table.used[i];
+      rule[i] = call.rules[row], lr[i] = call.rates[row];
+      new (bytes[i]) Optimizer(options[row]);
+    }
+  }
+  // A pointer where a kernel chooses by tensor, to keep no copy in registers.
+  __device__ auto optimizer(int row) const {
+    const auto* const found = reinterpret_cast<const Optimizer*>(bytes[row]);
+    if constexpr (rows > 1) return found;
+    if constexpr (rows == 1) return *found;
+  }
 };
 
 // Makes the scalars of the block's tensors from `tensor` on, kThreads of them, each by a thread: powers are slow.
 // Called by all threads. `list` of the table are the step counts.
-template <int list, class Table>
-__device__ void make_scalars(const Table& table, int64_t share, const StepCounts& counts, int tensor,
+template <int list, class Table, class Numbers>
+__device__ void make_scalars(const Table& table, int64_t share, const Numbers& counts, int tensor,
                              TensorScalars<float> (&scalars)[kThreads]) {
   const int64_t begin = blockIdx.x * share, end = begin + share;
   const int own = tensor + static_cast<int>(threadIdx.x);
@@ -34,7 +53,7 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
   if (is_here) {
     const int64_t place = counts.first + own, number = counts.numbers ? counts.numbers[place] : place;
     t = next_step(*static_cast<const float*>(table.pointer[list][own]));
-    scalars[threadIdx.x] = tensor_scalars<float>(counts.rule, t, number);
+    scalars[threadIdx.x] = tensor_scalars<float>(counts.rule[table.row_of(own)], t, number);
   }
   __syncthreads();
   if (!is_here || !counts.tickets) return;
@@ -46,8 +65,8 @@ __device__ void make_scalars(const Table& table, int64_t share, const StepCounts
 }
 
 // for_each_segment with the scalars of each tensor: visit(tensor, begin, size, scalars).
-template <int list, class Table, class Visit>
-__device__ __forceinline__ void for_each_step_segment(const Table& table, int64_t share, const StepCounts& counts,
+template <int list, class Table, class Numbers, class Visit>
+__device__ __forceinline__ void for_each_step_segment(const Table& table, int64_t share, const Numbers& counts,
                                                       const Visit& visit) {
   __shared__ TensorScalars<float> scalars[kThreads];
   __shared__ int next;  // the first tensor without scalars; not in a register, which are scarce

@@ -19,6 +19,7 @@ AMPCTX_FN constexpr int64_t element_size(DType dtype) {
 struct AllowedDTypes {
   uint32_t set;  // of one_of() bits
   const char* names;
+  const char* code = "";  // or this one
 };
 AMPCTX_FN constexpr uint32_t one_of(DType dtype) { return 1u << static_cast<int>(dtype); }
 constexpr uint32_t kCudaFloats = one_of(DType::f32) | one_of(DType::f16) | one_of(DType::bf16);
@@ -29,11 +30,7 @@ constexpr AllowedDTypes kRemainderDTypes = {one_of(DType::i16), "int16"};
 
 // Those of a state that may be codes.
 constexpr AllowedDTypes or_codes(const AllowedDTypes& floats, DType code) {
-  const bool is_cpu = (floats.set & one_of(DType::f64)) != 0, is_i8 = code == DType::i8;
-  const char* const names[] = {"float32, float16, bfloat16 or uint8", "float32, float16, bfloat16 or int8",
-                               "float32, float16, bfloat16, float64 or uint8",
-                               "float32, float16, bfloat16, float64 or int8"};
-  return {floats.set | one_of(code), names[2 * is_cpu + is_i8]};
+  return {floats.set | one_of(code), floats.names, code == DType::i8 ? ", or int8" : ", or uint8"};
 }
 
 AMPCTX_FN constexpr bool allows(const AllowedDTypes& allowed, DType dtype) {

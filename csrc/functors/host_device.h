@@ -17,23 +17,17 @@
 
 namespace ampctx {
 
-AMPCTX_FN uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
+template <class To, class From>
+AMPCTX_FN To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
-AMPCTX_FN uint64_t bits_of(double value) {
-  uint64_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-AMPCTX_FN float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+AMPCTX_FN uint32_t bits_of(float value) { return bits_as<uint32_t>(value); }
+AMPCTX_FN uint64_t bits_of(double value) { return bits_as<uint64_t>(value); }
+AMPCTX_FN float float_of(uint32_t bits) { return bits_as<float>(bits); }
 
 // Rounded correctly. Not those of <math.h>, whose C++ overloads have external linkage.
 #ifdef __CUDA_ARCH__

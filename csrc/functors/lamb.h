@@ -13,7 +13,6 @@
 namespace ampctx {
 
 AMPCTX_FN bool has_ratio(const LambOptions& options) { return options.use_nvlamb || options.weight_decay != 0; }
-AMPCTX_FN int norms_for(const LambOptions& options) { return has_ratio(options) ? 2 : 0; }
 
 template <class T>
 struct Lamb {

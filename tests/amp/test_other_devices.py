@@ -15,7 +15,7 @@ from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels import definitions
 from ampctx.kernels import reference as _reference
-from ampctx.kernels.reference_steps import NO_NUMBERS
+from ampctx.kernels.reference_steps import NO_NUMBERS, NO_ROWS
 
 DEVICE = torch.device("meta")
 
@@ -141,7 +141,7 @@ def stepped(beta2):
         g = torch.randn(50, generator=generator)
         definitions.FALLBACKS["multi_tensor_adam"](
             [g], [p], [m], [v], [], [], [step], [], [], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1),
-            torch.zeros(()), NO_NUMBERS, 0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0, False,
+            torch.zeros(()), NO_NUMBERS, *NO_ROWS, 0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0, False,
         )  # fmt: skip
     return p
 

@@ -171,11 +171,7 @@ def test_a_static_scale_is_read_and_assigned_and_does_not_look():
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize(
     ("make", "arguments", "after"),
-    [
-        (of_fp16_utils, DYNAMIC, 2.0**15),
-        (of_contrib, DYNAMIC, 2.0**15),
-        (of_contrib, {"static_loss_scale": 8.0}, 8.0),
-    ],
+    [(of_fp16_utils, DYNAMIC, 2.0**15), (of_contrib, DYNAMIC, 2.0**15), (of_contrib, {"static_loss_scale": 8.0}, 8.0)],
     ids=["fp16_utils", "contrib", "contrib-static"],
 )
 def test_an_overflow_skips_the_step_and_halves_a_dynamic_scale(make, arguments, after, bad, caplog):

@@ -107,10 +107,7 @@ def tail_of(params, optimizer, state):
 
 
 @traces_switches
-@pytest.mark.parametrize(
-    "make",
-    ["FusedAdam", "FusedLAMB", pytest.param("FusedMuon", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("make", ["FusedAdam", "FusedLAMB", pytest.param("FusedMuon", marks=pytest.mark.full)])
 def test_the_tail_is_one_graph(make):
     results = []
     for compiled in (False, True):

@@ -186,15 +186,15 @@ void adam(DType grad_type, DType copy_type) {
   call.lists = lists_of(lists);
   call.found_inf = flag;
   call.inv_scale = factor(0.125);
-  call.lr = factor(1e-3);
+  call.rates = {factor(1e-3)};
   for (float& step : steps) call.steps.push_back(&step);
   call.maximize = false;
   call.unscales = false;
   call.write_back = copies ? WriteBack::copy : WriteBack::nearest;
-  call.rule = StepOp<AdamOptions>::rule(options);
-  std::vector<char> workspace(static_cast<size_t>(step_workspace(call.lists)));
+  call.rules = {StepOp<AdamOptions>::rule(options, 0)};
+  std::vector<char> workspace(static_cast<size_t>(call.lists.size()) * sizeof(TensorScalars<double>));
   call.workspace = workspace.data();
-  for (int t = 0; t < 3; ++t) cpu::adam(context(), call, options);
+  for (int t = 0; t < 3; ++t) cpu::adam(context(), call, {options});
   print("adam", grad_type, copy_type, static_cast<uint32_t>(steps[0]), {&weights, &m, &v, &copy});
 }
 

@@ -12,7 +12,7 @@ from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENC
 from torch import Tensor
 
 from ampctx.kernels import codes
-from ampctx.kernels.reference_steps import NO_NUMBERS, WRITE_BACKS
+from ampctx.kernels.reference_steps import NO_NUMBERS, NO_ROWS, WRITE_BACKS
 from ampctx.kernels.spec import SPECS
 
 LOW = (torch.float16, torch.bfloat16)
@@ -158,7 +158,7 @@ SCALES = {state.scales: [] for state in CODED.values()}
 # Those whose states may be codes.
 WITH_CODES = tuple(o for o in STEP_OPS if CODED.keys() >= {*o.states} != set())
 DEFAULTS = {"skips": [], "grad_norm": _factor(0.0), "max_norm": -1.0, "stochastic_state": False, **SCALES}
-DEFAULTS |= {"numbers": NO_NUMBERS}
+DEFAULTS |= {"numbers": NO_NUMBERS, "table": NO_ROWS[0], "rows": NO_ROWS[1]}
 
 
 def encoded(values: list[Tensor], code: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -98,7 +98,7 @@ def parameter_bytes(library, name, tensors, **how):
         (78, {}, 4096),
         (65, {"param": torch.bfloat16, "write_back": "split"}, 4096),
         (161, {}, 32764),  # ResNet-50
-        (675, {}, 32764),
+        (607, {}, 32764),
     ],
 )
 def test_parameters_are_no_larger_than_the_list_needs(emulation, runtime, tensors, how, limit):
@@ -122,21 +122,13 @@ def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver
 # Kernels of each op for 161 tensors (as ResNet-50 has) and 400: one for a step; those with norms of tensors have a walk
 # for the norms besides. And those for 4,000, which the parameters of one kernel do not hold.
 LAUNCHES = {
-    "multi_tensor_scale": (1, 3),
     "multi_tensor_axpby": (1, 4),
-    "multi_tensor_l2norm": (1, 3),
-    "multi_tensor_scale_and_update": (1, 3),
-    "multi_tensor_scale_clipped": (1, 3),
-    "multi_tensor_unscale_l2norm_and_update": (1, 3),
-    "block_factors": (1, 1),
-    "count_skip": (1, 1),
-    "update_scale": (1, 1),
-    "adam": (1, 6),
-    "sgd": (1, 4),
-    "momentum": (1, 5),
-    "adagrad": (1, 5),
-    "lion": (1, 5),
-    "muon": (1, 5),
+    **dict.fromkeys(("multi_tensor_scale", "multi_tensor_scale_clipped", "multi_tensor_scale_and_update"), (1, 3)),
+    **dict.fromkeys(("multi_tensor_l2norm", "multi_tensor_unscale_l2norm_and_update"), (1, 3)),
+    **dict.fromkeys(("block_factors", "count_skip", "update_scale"), (1, 1)),
+    "adam": (1, 7),
+    "sgd": (1, 5),
+    **dict.fromkeys(("momentum", "adagrad", "lion", "muon"), (1, 6)),
     "lamb": (2, 12),
 }
 
@@ -158,6 +150,17 @@ def test_launches(emulation, runtime, name):
     few, many = LAUNCHES[name]
     assert [launches(n) for n in (161, 400, 4000)] == [few, few, many]
     assert name not in WITH_CODES or launches(161, **IN_CODES) == few
+
+
+@pytest.mark.parametrize(("driver", "rows", "launches"), [(13000, 28, 1), (13000, 465, 15), (OLD_DRIVER, 28, 465)])
+def test_a_launch_has_up_to_32_rows_of_numbers(emulation, runtime, driver, rows, launches):
+    """Equal ones are one. With few parameters it has one."""
+    runtime(driver=driver)
+    lrs = torch.arange(465, dtype=torch.float64) % rows
+    table = torch.stack([lrs, *torch.full((4, 465), 0.5, dtype=torch.float64)], dim=1).contiguous()
+    before = emulation.ampctx_test_launches()
+    run_once("adam", [1] * 465, table=table, rows=torch.arange(465))
+    assert emulation.ampctx_test_launches() - before == launches
 
 
 @pytest.mark.full(but=2)

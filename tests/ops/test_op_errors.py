@@ -6,16 +6,7 @@ import re
 import pytest
 import torch
 from backends import COMPILED, PLAIN_OPS, refused, right_call
-from optimizer_calls import (
-    ADAGRAD,
-    ADAM,
-    AMSGRAD,
-    LAMB,
-    MOMENTUM,
-    SGD,
-    make_call,
-    on_optimizers,
-)
+from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, LAMB, MOMENTUM, SGD, make_call, on_optimizers
 
 from ampctx.kernels import definitions, extension, ops
 
@@ -47,9 +38,7 @@ NO_FLAG = "expected float32 or int32"
 GROWTH, BACKOFF = "is not a finite number of at least 1", "is not a number above 0 and at most 1"
 LOW, HIGH = "is not a number from 0 to the largest fp32", "is not a number from the smallest normal fp32 up"
 ERRORS = [
-    *rows(
-        "multi_tensor_scale",
-        ({"src": lambda d: [d(2), d(3)]}, "dst has 1 tensors, src has 2"),
+    *rows("multi_tensor_scale", ({"src": lambda d: [d(2), d(3)]}, "dst has 1 tensors, src has 2"),
         ({"src": lambda d: [d(2), d(2).to_sparse()], "dst": lambda d: [d(2), d(2)]}, "src[1] is not a strided tensor"),
         ({"src": lambda d: [d(2, dtype=I64)]}, "src[0] has dtype torch.int64, expected float32, float16"),
         ({"dst": lambda d: [d(2, dtype=torch.complex64)]},
@@ -63,56 +52,35 @@ ERRORS = [
         ({"src": lambda d: [d(2), d(8)[::2]], "dst": lambda d: [d(2), d(4)]}, f"src[1] {GAPS}"),
         ({"src": lambda d: [d(2), d(4)], "dst": lambda d: [d(2), d(1).expand(4)]}, f"dst[1] {GAPS}"),
         ({"src": lambda d: [d(3, 4)], "dst": lambda d: [d(4, 3).t()]}, f"dst[0] and src[0] {LAYOUTS}"),
-        (
-            {
-                "src": lambda d: [d(2, 3, 4, 5).to(memory_format=torch.channels_last)],
-                "dst": lambda d: [d(2, 3, 4, 5)],
-            },
-            f"dst[0] and src[0] {LAYOUTS}",
-        ),
+        ({"src": lambda d: [d(2, 3, 4, 5).to(memory_format=torch.channels_last)], "dst": lambda d: [d(2, 3, 4, 5)]},
+            f"dst[0] and src[0] {LAYOUTS}"),
         ({"scale": lambda d: d(2)}, "scale has 2 elements, expected 1"),
         ({"scale": t((), dtype=I64)}, "scale has dtype torch.int64, expected float32 or float64"),
         ({"found_inf": lambda d: d(2)}, "found_inf has 2 elements, expected 1"),
         ({"found_inf": lambda d: d(1, dtype=F16)}, f"found_inf has dtype torch.float16, {NO_FLAG}"),
         ({"src": [], "dst": [], "found_inf": lambda d: d(1, dtype=I64)}, f"found_inf has dtype torch.int64, {NO_FLAG}"),
     ),
-    *rows(
-        "multi_tensor_scale_clipped",
+    *rows("multi_tensor_scale_clipped",
         ({"grad_norm": lambda d: d((), dtype=I32)}, "grad_norm has dtype torch.int32, expected float32"),
-        ({"grad_norm": lambda d: d(2)}, "grad_norm has 2 elements, expected 1"),
-    ),
-    *rows(
-        "multi_tensor_axpby",
-        ({"y": []}, "y has 0 tensors, x has 1"),
+        ({"grad_norm": lambda d: d(2)}, "grad_norm has 2 elements, expected 1")),
+    *rows("multi_tensor_axpby", ({"y": []}, "y has 0 tensors, x has 1"),
         ({"out": lambda d: [d(2)] * 3}, "out has 3 tensors, x has 1"),
         ({"out": lambda d: [d(5)]}, "out[0] has 5 elements, x[0] has 2"),
         ({"arg_to_check": 2}, "arg_to_check is 2, expected -1, 0 or 1"),
         ({"arg_to_check": -2}, "arg_to_check is -2, expected -1, 0 or 1"),
         ({"a": lambda d: d(3)}, "a has 3 elements, expected 1"),
-        ({"b": t(1, dtype=F16)}, "b has dtype torch.float16, expected float32 or float64"),
-    ),
-    *(
-        (
-            op,
-            {"tensors": lambda d: [d(3), d(3, dtype=F16)]},
-            "tensors[1] has dtype torch.float16, tensors[0] has torch.float32",
-        )
-        for op in ("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")
-    ),
+        ({"b": t(1, dtype=F16)}, "b has dtype torch.float16, expected float32 or float64")),
+    *((op, {"tensors": lambda d: [d(3), d(3, dtype=F16)]}, "tensors[1] has dtype torch.float16, tensors[0] has")
+        for op in ("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")),
     ("multi_tensor_l2norm", {"found_inf": lambda d: d((), dtype=F64)}, "found_inf has dtype torch.float64"),
     ("multi_tensor_unscale_l2norm", {"inv_scale": t(2)}, "inv_scale has 2 elements, expected 1"),
-    *(
-        (op, {name: wrong}, f"{name} {message}")
+    *((op, {name: wrong}, f"{name} {message}")
         for op in ("multi_tensor_scale_and_update", "multi_tensor_unscale_l2norm_and_update")
         for name, dtype in {"loss_scale": "float32", "growth_tracker": "int32", "hysteresis_tracker": "int32"}.items()
-        for wrong, message in (
-            (lambda d: d((), dtype=F64), f"has dtype torch.float64, expected {dtype}"),
-            (lambda d, dtype=dtype: d(2, dtype=getattr(torch, dtype)), "has 2 elements, expected 1"),
-        )
+        for wrong, message in ((lambda d: d((), dtype=F64), f"has dtype torch.float64, expected {dtype}"),
+            (lambda d, dtype=dtype: d(2, dtype=getattr(torch, dtype)), "has 2 elements, expected 1"))
     ),
-    *rows(
-        "update_scale",
-        ({"scale": lambda d: d(1, dtype=F64)}, "scale has dtype torch.float64, expected float32"),
+    *rows("update_scale", ({"scale": lambda d: d(1, dtype=F64)}, "scale has dtype torch.float64, expected float32"),
         ({"growth_tracker": lambda d: d(1, dtype=I64)}, "growth_tracker has dtype torch.int64, expected int32"),
         ({"hysteresis_tracker": lambda d: d(1)}, "hysteresis_tracker has dtype torch.float32, expected int32"),
         ({"found_inf": lambda d: d(1, dtype=torch.bool)}, f"found_inf has dtype torch.bool, {NO_FLAG}"),
@@ -122,24 +90,17 @@ ERRORS = [
         *(({"backoff_factor": value}, f"backoff_factor {BACKOFF}") for value in (0.0, 1.5, math.nan)),
         *(({"min_scale": value}, f"min_scale {LOW}") for value in (-1.0, math.inf)),
         *(({"max_scale": value}, f"max_scale {HIGH}") for value in (0.0, math.nan)),
-        *(({"hysteresis": n}, f"hysteresis is {n}, expected 0 to 2147483647") for n in (-1, 1 << 31)),
-    ),
-    *rows(
-        "block_factors",
-        ({"scale": lambda d: d((), dtype=F64)}, "scale has dtype torch.float64, expected float32"),
-        ({"scale": lambda d: d(3)}, "scale has 3 elements, expected 1"),
-    ),
-    *rows(
-        "count_skip",
-        ({"counts": lambda d: d(6, dtype=I32)}, "counts has dtype torch.int32, expected float32"),
+        *(({"hysteresis": n}, f"hysteresis is {n}, expected 0 to 2147483647") for n in (-1, 1 << 31))),
+    *rows("block_factors", ({"scale": lambda d: d((), dtype=F64)}, "scale has dtype torch.float64, expected float32"),
+        ({"scale": lambda d: d(3)}, "scale has 3 elements, expected 1")),
+    *rows("count_skip", ({"counts": lambda d: d(6, dtype=I32)}, "counts has dtype torch.int32, expected float32"),
         ({"counts": lambda d: d(6, 2)[:, 0]}, "counts is not contiguous"),
         ({"slot": -1}, "slot is -1, counts has 6 elements"),
         ({"slot": 2}, "slot is 2, counts has 6 elements"),
         ({"counts": lambda d: d(1), "slot": 0}, "slot is 0, counts has 1 elements"),
         ({"found_inf": lambda d: d(2)}, "found_inf has 2 elements, expected 1"),
         ({"flag": lambda d: d((), dtype=F64)}, f"found_inf has dtype torch.float64, {NO_FLAG}"),
-        ({"scale": lambda d: d((), dtype=F64)}, "scale has dtype torch.float64, expected float32"),
-    ),
+        ({"scale": lambda d: d((), dtype=F64)}, "scale has dtype torch.float64, expected float32")),
 ]  # fmt: skip
 
 
@@ -219,6 +180,10 @@ STEP_ERRORS = [
     (ADAM, replaced("skips", lambda d: [d(())] * 3), "skips has 3 tensors, expected none or 5"),
     (ADAM, replaced("skips", lambda d: [d((), dtype=I32)] * 5), "skips[0] has dtype torch.int32, expected float32"),
     (ADAM, replaced("skips", lambda d: [d(())] * 4 + [d(2)]), "skips[4] has 2 elements, expected 1"),
+    (ADAM, option("table", lambda d: t(5)), "table has dtype torch.float32, expected float64"),
+    (ADAM, option("table", lambda d: t(5, dtype=F64)), "rows has 0 elements, the table 5"),
+    (ADAM, option("rows", lambda d: t(2, dtype=I32)), "rows has dtype torch.int32, expected int64"),
+    (ADAM, lambda call, d: call.options.update(table=t(10, dtype=F64), rows=torch.tensor([0, 2])), "rows has 2, the"),
     (ADAM, option("grad_norm", lambda d: d(2)), "grad_norm has 2 elements, expected 1"),
     (ADAM, option("grad_norm", lambda d: d((), dtype=I32)), "grad_norm has dtype torch.int32, expected float32"),
 ]  # fmt: skip

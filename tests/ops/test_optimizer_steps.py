@@ -5,16 +5,7 @@ import itertools
 
 import pytest
 import torch
-from backends import (
-    ALL_FLOATS,
-    COMPILED,
-    FLOATS,
-    combination_id,
-    combinations,
-    serves_or_refuses,
-    short,
-    with_threads,
-)
+from backends import ALL_FLOATS, COMPILED, FLOATS, combination_id, combinations, serves_or_refuses, short, with_threads
 from optimizer_calls import (
     ADAM,
     LAMB,
@@ -30,6 +21,7 @@ from optimizer_calls import (
 )
 
 from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.spec import SPECS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
@@ -46,6 +38,24 @@ def test_shapes_that_differ_within_an_index(backend, optimizer, write_back):
     call.lists["steps"] = [t.view((1,) * k) for k, t in enumerate(call["steps"])]
     expected = call.expected()
     call.run(backend).assert_agrees(expected)
+
+
+@on_optimizers
+def test_rows_of_numbers_step_as_calls_of_their_own(backend, optimizer):
+    sizes, count = SMALL * 8, 36
+    call, columns = make_call(backend, optimizer, sizes), SPECS[optimizer.op.removeprefix("multi_tensor_")].columns
+    # In turn; of LAMB, whose norms depend on the tensors of a launch, one after the other. One row is without decay.
+    rows = [i * count // len(sizes) if "lamb" in optimizer.name else i * 7 % count for i in range(len(sizes))]
+    numbers, joined = {**call.options, "lr": 0.01}, call.clone()
+    table = [[numbers[n] * (1 - k / 50) * (n != "weight_decay" or k != 5) for n in columns] for k in range(count)]
+    joined.options |= {"table": torch.tensor(table, dtype=torch.float64), "rows": torch.tensor(rows)}
+    expected = joined.expected()
+    for k, of_row in enumerate(table):
+        lists = {name: [t for t, row in zip(ts, rows, strict=False) if row == k] for name, ts in call.lists.items()}
+        own = dict(zip(columns, of_row, strict=True))
+        type(call)(optimizer, lists, {**call.options, **own}).run(backend, lr=own["lr"])
+    joined.run(backend).assert_same(call)
+    joined.assert_agrees(expected)
 
 
 @pytest.fixture(scope="module", params=[3_000, pytest.param(8_000, marks=pytest.mark.full)], ids=["3k", "8k"])

@@ -3,17 +3,7 @@
 import pytest
 import torch
 from backends import COMPILED, refused
-from optimizer_calls import (
-    ADAGRAD,
-    ADAM,
-    AMSGRAD,
-    CODED,
-    LION,
-    bits,
-    encoded,
-    make_call,
-    on_kernels,
-)
+from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, CODED, LION, bits, encoded, make_call, on_kernels
 
 from ampctx.kernels import codes
 

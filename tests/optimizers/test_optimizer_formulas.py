@@ -128,8 +128,7 @@ def test_against_fp64(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["adamw-amsgrad-maximize", "sgd-dampening", "adagrad-decay", "lion-decay", "lamb", "novograd-inf"],
+    "name", ["adamw-amsgrad-maximize", "sgd-dampening", "adagrad-decay", "lion-decay", "lamb", "novograd-inf"]
 )
 def test_fp64_parameters_are_stepped_in_fp64(name):
     case, ours = CASES[name], parameters(torch.float64)

@@ -289,12 +289,7 @@ SHARED = {
     "capturable": True,
     "set_grad_none": False,
 }
-NOT_TAKEN = {
-    "adagrad": ["min_8bit_size"],
-    "lamb": ["offload"],
-    "novograd": ["offload"],
-    "muon": ["offload"],
-}
+NOT_TAKEN = {"adagrad": ["min_8bit_size"], "lamb": ["offload"], "novograd": ["offload"], "muon": ["offload"]}
 
 
 @pytest.mark.parametrize("option", [*SHARED, "rate"])

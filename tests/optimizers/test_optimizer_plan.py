@@ -122,15 +122,6 @@ def test_a_gradient_beyond_its_storage_is_named(options):
     assert_same(snapshot(optimizer), before)
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_a_sparse_gradient_after_dense_ones_is_named(name):
-    optimizer = BY_NAME[name](parameters(shapes=[(4, 5)]))
-    run(optimizer, 3)
-    params_of(optimizer)[0].grad = torch.ones(4, 5).to_sparse()
-    with pytest.raises(AmpError, match="sparse gradients, and param_groups"):
-        optimizer.step()
-
-
 def test_finalizers_that_change_lists_and_state_while_a_step_reads_them():
     """They run where Python looks for cycles: at any allocation."""
     params, turns = parameters(), []

@@ -284,22 +284,16 @@ DAMAGES = {
     "no codes": (AmpKeyError, lambda s: s.pop("exp_avg_sq_codes"), "'exp_avg_sq_scales' without 'exp_avg_sq_codes'"),
     "nothing": (AmpKeyError, lambda s: (s.pop("exp_avg_codes"), s.pop("exp_avg_scales")), "has no 'exp_avg', only"),
     "both": (AmpKeyError, lambda s: s.update(exp_avg=torch.zeros(4, 128)), "has both 'exp_avg' and 'exp_avg_codes'"),
-    "dtype": (
-        AmpValueError, _edit("exp_avg_codes", lambda t: t.to(torch.uint8)), "of torch.uint8, expected torch.int8",
-    ),
+    "dtype": (AmpValueError, _edit("exp_avg_codes", lambda t: t.to(torch.uint8)), "of torch.uint8, expected torch.in"),
     "floats": (AmpValueError, _edit("exp_avg_codes", torch.Tensor.float), "of torch.float32, expected torch.int8"),
     "shape": (AmpValueError, _edit("exp_avg_codes", lambda t: t[:2]), re.escape("shape (4, 2), expected (2, 2)")),
-    "both shapes": (
-        AmpValueError,
+    "both shapes": (AmpValueError,
         lambda s: s.update(exp_avg_codes=s["exp_avg_codes"][:2], exp_avg_scales=s["exp_avg_scales"][:2]),
-        re.escape("shape (2, 128), the parameter has (4, 128)"),
-    ),
-    "scales' shape": (
-        AmpValueError, _edit("exp_avg_sq_scales", torch.Tensor.flatten), re.escape("shape (8,), expected (4, 2)"),
-    ),
-    "scales' dtype": (
-        AmpValueError, _edit("exp_avg_sq_scales", torch.Tensor.double), "of torch.float64, expected torch.float32",
-    ),
+        re.escape("shape (2, 128), the parameter has (4, 128)")),
+    "scales' shape": (AmpValueError, _edit("exp_avg_sq_scales", torch.Tensor.flatten),
+        re.escape("shape (8,), expected (4, 2)")),
+    "scales' dtype": (AmpValueError, _edit("exp_avg_sq_scales", torch.Tensor.double),
+        "of torch.float64, expected torch.float32"),
     "negative": (AmpValueError, _edit("exp_avg_scales", torch.Tensor.neg), r"'exp_avg_scales' of .* has -"),
     "nan": (AmpValueError, _edit("exp_avg_scales", lambda t: t * torch.nan), "has nan, expected finite numbers >= 0"),
     "inf": (AmpValueError, _edit("exp_avg_sq_scales", lambda t: t * torch.inf), "has inf, expected finite numbers"),
@@ -307,13 +301,8 @@ DAMAGES = {
     "no tensor": (AmpValueError, _edit("exp_avg_codes", lambda t: 3), "is of type int, expected a tensor"),
     "meta": (AmpValueError, _edit("exp_avg_codes", lambda t: t.to("meta")), "on the meta device, without values"),
     "sparse": (AmpValueError, _edit("exp_avg_codes", torch.Tensor.to_sparse), "of layout torch.sparse_coo"),
-    "layout and sign": (
-        AmpValueError,
-        lambda s: s.update(
-            exp_avg_codes=s["exp_avg_codes"].t().contiguous().t(), exp_avg_scales=-s["exp_avg_scales"].flatten() - 1
-        ),
-        r"'exp_avg_scales' of .* has -",
-    ),
+    "layout and sign": (AmpValueError, lambda s: s.update(exp_avg_codes=s["exp_avg_codes"].t().contiguous().t(),
+        exp_avg_scales=-s["exp_avg_scales"].flatten() - 1), r"'exp_avg_scales' of .* has -"),
 }  # fmt: skip
 
 

@@ -293,11 +293,7 @@ def by_dcp(state, tmp_path):
     return content["model"]
 
 
-WAYS = {
-    "torch.save": lambda state, _: through_a_file(state),
-    "safetensors": by_safetensors,
-    "dcp": by_dcp,
-}
+WAYS = {"torch.save": lambda state, _: through_a_file(state), "safetensors": by_safetensors, "dcp": by_dcp}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
