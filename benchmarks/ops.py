@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,6 +106,17 @@ def unscale(inputs: Inputs) -> Op:
             "torch.amp.GradScaler.unscale_": side(torch.amp.GradScaler(kind, **options), theirs),
         },
     )
+
+
+def clip(inputs: Inputs) -> Op:
+    """``clip_grad_norm_``, torch's and ampctx's, by a norm that all exceed."""
+    grads, both = inputs.random(0), inputs.empty_twice()
+    params = [[torch.zeros_like(g).requires_grad_() for g in grads] for _ in both]
+    for param, grad in zip(chain(*params), chain(*both), strict=True):
+        param.grad = grad
+    calls = ampctx.clip_grad_norm_, torch.nn.utils.clip_grad_norm_
+    mine, theirs = map(lambda own, of, call: into(own, grads, lambda: call(of, 1.0)), both, params, calls)
+    return Op(12, {"ampctx": mine, "torch.clip_grad_norm_": theirs}, 1e-4, 1e-7)
 
 
 def scale(inputs: Inputs) -> Op:
@@ -250,6 +262,7 @@ def step(name: str, peers: dict[str, Any]) -> Callable[[Inputs], Op]:
 def cases(optimizers: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Callable[[Inputs], Op]]]:
     half, full = torch.float16, torch.float32
     yield "unscale", unscale
+    yield "clip", clip
     yield "scale", scale
     yield "axpby", axpby
     yield "l2norm", l2norm(full, 1e-4)

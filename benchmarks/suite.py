@@ -78,23 +78,24 @@ def entries(device: str) -> Iterator[Entry]:
         yield tails(model, "O5", "FusedAdam", True, False)
     for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
-            yield tails(model, level, "FusedAdam", clip, True)
+            yield tails(model, level, "FusedAdam", clip, False)
     for model in ("gpt2-small", "efficientnet-b7", "lora") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
-            yield tails(model, level, "FusedAdam", clip, False)
+            yield tails(model, level, "FusedAdam", clip, True)
     for model in ("tiny161", "tiny1000"):  # of fully_shard
         found = tails(model, "O1", "FusedAdam", True, False)
         yield Entry("tail", (*found.options, "--ranks", "8"))
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
             yield tails("resnet50", "O2", optimizer, True, False)
-    for level in ("O1", "O2"):
-        yield Entry("host", ("--device", device, "--opt-level", level), level == "O1")
+    for level, clip in itertools.product(("O1", "O2"), ((), ("--clip",))):
+        yield Entry("host", ("--device", device, "--opt-level", level, *clip), goal=True)
     if device == "cpu":
-        yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"), goal=True)
+        yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"))
         yield Entry("start", ())
     model = "gpt-small" if device == "cpu" else "resnet50"
-    yield Entry("loop", ("--device", device, "--model", model, "--against", ",".join(("torch-fused", *peers(device)))))
+    against = ",".join(("torch-fused", *peers(device)))
+    yield Entry("loop", ("--device", device, "--model", model, "--against", against), goal=True)
 
 
 def record(device: str, runs: int, rounds: int, output: Path) -> int:

@@ -249,8 +249,8 @@ def measure(tails: Tails, args: argparse.Namespace) -> Figures:
 
     def step(who: str, round_number: int) -> dict[str, float]:
         found = tails.step(who, round_number, clock)
-        exit_ms = {"exit": found["exit"]} if "exit" in found else {}
-        return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
+        parts = {part: found[part] for part in ("exit", "clip", "step") if part in found}
+        return {"time": sum(parts.values()), **parts}
 
     samples = interleave(tails.sides, step, args.rounds, bandwidth)
     tails.check()
