@@ -49,8 +49,7 @@ def _difference(op: str, given: dict[str, Any]) -> str:
 
 
 def _tensors(given: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    lists = ((name, value if isinstance(value, list) else [value]) for name, value in given.items())
-    return [(name, value) for name, values in lists for value in values if isinstance(value, Tensor)]
+    return [(k, t) for k, of in given.items() for t in (of if isinstance(of, list) else [of]) if isinstance(t, Tensor)]
 
 
 def _arguments(spec: OpSpec | None, kinds: dict[str, str], i: int, device: torch.device) -> dict[str, Any]:
@@ -68,7 +67,10 @@ def _arguments(spec: OpSpec | None, kinds: dict[str, str], i: int, device: torch
     dtypes |= dict.fromkeys(scales, torch.float32 if in_codes else None)
     dtypes |= {name: codes.DTYPES[state.code] for name, state in states.items() if in_codes and state.code}
     dtypes |= {name: None for name, state in states.items() if state.if_set and i % 4 > (1 if state.code else 0)}
+    width = len(spec.columns) if spec and i % 3 == 0 else 0  # of the rows of numbers, if any
+    table = torch.rand(3 * width, dtype=torch.float64, generator=generator)
     given: dict[str, Any] = {"write_back": mode, "seed": i, "arg_to_check": i % 3 - 1, "numbers": NO_NUMBERS}
+    given |= {"table": table, "rows": torch.tensor([0, 1, 2, 0, 1] if width else [], dtype=torch.int64)}
     given["stochastic_state"] = bool(scales) and i % 4 > 0 and i % 3 == 0
 
     def made(place: int, name: str, kind: str) -> Any:

@@ -234,7 +234,9 @@ def _norm(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The gradients of parameters, the parts of these that are not empty, and their norm."""
     if are_sharded:
-        whole, parts = placed_grads(params)
+        place_grads(params)
+        whole = list(map(strided_grad, params))
+        parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
         return _there(whole), _there(parts), _norm_over_ranks(params, parts, order, use_foreach, call)
     given = strided_grads(params)
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
@@ -302,14 +304,6 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
 
 def _there(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
-
-
-def placed_grads(params: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The gradients of parameters, some of which are DTensors, after ``place_grads``, and this rank's parts of them,
-    None for an empty one."""
-    place_grads(params)
-    whole = list(map(strided_grad, params))
-    return whole, [None if part is None or part.numel() == 0 else part for part in local(whole)]
 
 
 def _norm_over_ranks(
