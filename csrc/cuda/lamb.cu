@@ -64,8 +64,8 @@ struct LambFunctor {
 
 // The walk that keeps most at a time would spill registers with a second block.
 constexpr int resident_lamb_blocks(Walk walk, bool rounds, bool extras, bool unscales) {
-  if (rounds) return kRoundedBlocks;
   if (walk == Walk::all && extras && unscales) return 1;
+  if (rounds) return kRoundedBlocks;
   return resident_blocks_for(walk == Walk::weights ? 3 + extras : 4);
 }
 
