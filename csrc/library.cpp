@@ -265,7 +265,8 @@ class StepArguments {
       call.refuse("rows", "has ", rows_.numel, " elements, the table ", table_.numel, ": they do not go together");
     }
     std::vector<Options> options{of_call};
-    if (count) options.clear(), step.rates.clear(), step.lists.table = table, step.lists.columns = Options::kColumns;
+    if (count) options.clear(), step.rates.clear(), step.lists.columns = Options::kColumns;
+    if (!StepOp<Options>::norms) step.lists.table = table;  // else a group's sums would depend on equal groups
     for (const double* of_row = table; of_row < table + table_.numel; of_row += Options::kColumns)
       options.push_back(of_call.with(of_row)), step.rates.push_back({nullptr, *of_row});
     for (size_t i = 0; count && i < step.lists.index.size(); ++i) {

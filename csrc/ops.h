@@ -24,14 +24,13 @@ struct TensorLists {
   std::vector<int64_t> numel;                         // [tensor]
   std::vector<int64_t> index;                         // [tensor], position in the caller's list
   int64_t total_tensors = 0;                          // length of the caller's lists
-  // Of a step whose tensors differ in numbers: the row of each in a table. Without one all have row 0.
+  // Of a step: the row of each in a table of numbers. Without rows all have row 0, without a table none are equal.
   std::vector<int32_t> row;
   const double* table = nullptr;
   int64_t columns = 0;
-
   int32_t row_of(int64_t tensor) const { return row.empty() ? 0 : row[tensor]; }
   bool same_rows(int32_t a, int32_t b) const {
-    return a == b || std::memcmp(table + columns * a, table + columns * b, columns * sizeof(double)) == 0;
+    return a == b || (table && std::memcmp(table + columns * a, table + columns * b, columns * sizeof(double)) == 0);
   }
   int64_t size() const { return static_cast<int64_t>(numel.size()); }
   bool computes_in_f64() const {
