@@ -124,7 +124,7 @@ FAULTS = {
     ),
     "lists swapped": Fault("scale", swap_lists, "only reads"),
     "twice the width": Fault(
-        "scale", in_the_walk(replace(r"ld\.global\.[fb]32", "ld.global.b64", -1)), "misaligned|outside"
+        "scale", in_the_walk(replace(r"ld\.global\.[fbu]32", "ld.global.b64", -1)), "misaligned|outside"
     ),
     "a smaller table": Fault("scale", replace(r"(_param_0\[)\d+", r"\g<1>64"), "the host packs"),
     "a parameter less": Fault(
