@@ -100,9 +100,9 @@ class Reader {
     }
     return fits_ && taken_ == size();
   }
-  // The op, of tensors that torch negates or takes for zeros as it reads them, and of all others.
+  // The op `read` where a tensor has torch's negative bit, or is a ZeroTensor: takes none, so that `taken_` is too low.
   static void refuse(StableIValue* stack, uint64_t, uint64_t) {
-    torch_abi::take_list(*stack, [](const torch_abi::Tensor&) {});  // `read` misses them
+    torch_abi::take_list(*stack, [](const torch_abi::Tensor&) {});
   }
   static void take(StableIValue* stack, uint64_t, uint64_t);
 
@@ -209,7 +209,7 @@ inline void Reader::take(StableIValue* stack, uint64_t, uint64_t) {
   // torch gives up the GIL for an op, and takes it for each tensor that it lets go.
   const HeldGil held;
   torch_abi::take_list(*stack, [reader](const torch_abi::Tensor& tensor) {
-    if (!reader) return;  // somebody else calls the op
+    if (!reader) return;  // the program has called the op
     while (reader->next_ == reader->ranges_[reader->range_].count) ++reader->range_, reader->next_ = 0;
     const Range& range = reader->ranges_[reader->range_];
     View& view = range.views[reader->next_++];
@@ -217,7 +217,7 @@ inline void Reader::take(StableIValue* stack, uint64_t, uint64_t) {
       const View now = view_of(tensor, true);
       reader->fits_ &= is_readable(now) && (!range.column || range.column->fits(view, now, reader->next_ - 1));
       view = now;
-    } catch (const std::exception&) {  // torch does not tell of nested tensors
+    } catch (const std::exception&) {  // a nested tensor has no sizes
       reader->fits_ = false;
     }
     ++reader->taken_;

@@ -98,4 +98,7 @@ def define(namespace: str, found: Callable[[], Extension] | None = None) -> torc
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _routed(name, found) if found else FALLBACKS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
+    # Hands tensors to the readers of csrc/tensors.h. Autograd has no part in it.
+    library.define("read(Tensor[] tensors) -> ()")
+    library.impl("read", torch.library.fallthrough_kernel, "Autograd")
     return library

@@ -157,10 +157,7 @@ def _open(path: Path) -> Any:
 
 
 def _reads_python(library: Any, namespace: str) -> bool:
-    """Defines the op that hands tensors to C, and tells C what it needs of Python."""
-    library.definition = torch.library.Library(namespace, "FRAGMENT")  # kept: torch forgets the op with it
-    library.definition.define("read(Tensor[] tensors) -> ()")
-    library.definition.impl("read", torch.library.fallthrough_kernel, "Autograd")
+    """Tells C what it needs to read tensors. Whether it does."""
     _register(library, "read", namespace)
     # Private names. torch has no public way to see a write without reading the tensor. Its docs name the second.
     version: Any = Tensor._version

@@ -70,7 +70,8 @@ ERRORS = [
         ({"arg_to_check": -2}, "arg_to_check is -2, expected -1, 0 or 1"),
         ({"a": lambda d: d(3)}, "a has 3 elements, expected 1"),
         ({"b": t(1, dtype=F16)}, "b has dtype torch.float16, expected float32 or float64")),
-    *((op, {"tensors": lambda d: [d(3), d(3, dtype=F16)]}, "tensors[1] has dtype torch.float16, tensors[0] has")
+    *((op, {"tensors": lambda d: [d(3), d(3, dtype=F16)]},
+        "tensors[1] has dtype torch.float16, tensors[0] has torch.float32")
         for op in ("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")),
     ("multi_tensor_l2norm", {"found_inf": lambda d: d((), dtype=F64)}, "found_inf has dtype torch.float64"),
     ("multi_tensor_unscale_l2norm", {"inv_scale": t(2)}, "inv_scale has 2 elements, expected 1"),
@@ -260,6 +261,7 @@ def mixed_devices(request):
         if request.param == "reference":
             library.impl(name, definitions.FALLBACKS[name], "CPU")
     if request.param == "cpu":
+        library.define("read(Tensor[] tensors) -> ()")
         assert extension.load(namespace, definitions.define).loaded
     yield getattr(torch.ops, namespace)
     library._destroy()

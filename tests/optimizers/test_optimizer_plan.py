@@ -62,8 +62,9 @@ def test_a_parameter_that_gets_its_first_gradient_is_stepped():
 
 
 @pytest.mark.parametrize("what", ["sparse gradients, and param_groups", "lr must be 1-element: lr has 3 elements"])
-def test_what_is_refused_of_a_later_group_changes_nothing(what):
-    optimizer = BY_NAME["adam"]([{"params": parameters()}, {"params": parameters(seed=1)}])
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_what_is_refused_of_a_later_group_changes_nothing(name, what):
+    optimizer = BY_NAME[name]([{"params": parameters()}, {"params": parameters(seed=1)}])
     run(optimizer, 3)
     before = snapshot(optimizer)
     give(params_of(optimizer), gradients(params_of(optimizer), 3))

@@ -284,7 +284,7 @@ DAMAGES = {
     "no codes": (AmpKeyError, lambda s: s.pop("exp_avg_sq_codes"), "'exp_avg_sq_scales' without 'exp_avg_sq_codes'"),
     "nothing": (AmpKeyError, lambda s: (s.pop("exp_avg_codes"), s.pop("exp_avg_scales")), "has no 'exp_avg', only"),
     "both": (AmpKeyError, lambda s: s.update(exp_avg=torch.zeros(4, 128)), "has both 'exp_avg' and 'exp_avg_codes'"),
-    "dtype": (AmpValueError, _edit("exp_avg_codes", lambda t: t.to(torch.uint8)), "of torch.uint8, expected torch.in"),
+    "dtype": (AmpValueError, _edit("exp_avg_codes", torch.Tensor.byte), "of torch.uint8, expected torch.int8"),
     "floats": (AmpValueError, _edit("exp_avg_codes", torch.Tensor.float), "of torch.float32, expected torch.int8"),
     "shape": (AmpValueError, _edit("exp_avg_codes", lambda t: t[:2]), re.escape("shape (4, 2), expected (2, 2)")),
     "both shapes": (AmpValueError,
