@@ -114,14 +114,14 @@ inline PyObject* advanced(PyObject*, PyObject* marks) {
 inline PyObject* are_uniform(PyObject*, PyObject* lists) {
   Reader reader;
   std::deque<Views> found;
+  const auto no = [] { return differs() == kError ? nullptr : PyBool_FromLong(false); };
   for (Py_ssize_t i = 0; i < PyTuple_Size(lists); ++i) {
     PyObject* const tensors = PyTuple_GetItem(lists, i);
     if (i > 0 && tensors == PyTuple_GetItem(lists, i - 1)) continue;
-    if (!reader.add_list(tensors, found.emplace_back())) return PyErr_Clear(), PyBool_FromLong(false);
+    if (!reader.add_list(tensors, found.emplace_back())) return no();
   }
-  if (!reader.read()) return PyErr_Clear(), PyBool_FromLong(false);
+  if (!reader.read() || found[0].empty()) return no();
   const Views& first = found[0];
-  if (first.empty()) return PyBool_FromLong(false);
   for (const Views& views : found) {
     if (views.size() != first.size()) return PyBool_FromLong(false);
     for (size_t i = 0; i < views.size(); ++i) {

@@ -67,8 +67,8 @@ class FusedLAMB(FusedOptimizer):
         if not any(group["max_grad_norm"] for work in works for group in work.groups or [work.group]):
             return None
         # In the order of the parameters, whose numbers differ: the sum is the same however groups share calls.
-        rows = sorted((n, w.is_pending, g) for w in works for n, g in zip(w.numbers, w.lists["grads"], strict=True))
-        grads, pending_grads = ([grad for _, pends, grad in rows if pends is kind] for kind in (False, True))
+        rows = {n: (w.is_pending, g) for w in works for n, g in zip(w.numbers, w.lists["grads"], strict=True)}
+        grads, pending_grads = ([rows[n][1] for n in sorted(rows) if rows[n][0] is kind] for kind in (False, True))
         norms = [foreach.unscale_l2norm(grads, Unread(), step.inv_scale)] if grads else []
         if pending_grads and step.pending is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.

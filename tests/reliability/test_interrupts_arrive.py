@@ -79,3 +79,16 @@ def test_every_interrupt_of_a_loop_arrives(make, level, interrupts, monkeypatch)
         signal.signal(signal.SIGALRM, former)
         gc.unfreeze()
     assert (sent, caught, [repr(s.object) for s in swallowed]) == (interrupts, interrupts, [])
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_an_interrupt_within_any_op_of_a_first_step_arrives(left):
+    def interrupt(frame, *_):
+        nonlocal left
+        left -= frame.f_code is torch._ops.OpOverload.__call__.__code__
+        if left == 0:
+            raise KeyboardInterrupt
+
+    step = steps("")
+    with pytest.raises(KeyboardInterrupt):
+        step(sys.settrace(interrupt))  # until it raises
