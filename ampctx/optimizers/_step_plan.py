@@ -14,7 +14,7 @@ from torch import Tensor
 from ampctx.kernels import ops, tensor_loops
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.ops import OpCall
-from ampctx.kernels.plan import Column, Entries, Plan, PlannedCall, make_plan, marks, same_groups
+from ampctx.kernels.plan import Column, Entries, Plan, PlannedCall, advanced, make_plan, marks, same_groups
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local, may_arrive_as_sums
 from ampctx.kernels.spec import OPTIMIZERS
@@ -182,8 +182,7 @@ class StepPlan:
             return False
         if self._writes_all and step.wrote is not None:
             step.wrote()
-        if self._followed:
-            self._marks = marks(self._followed)
+        self._marks = advanced(self._marks)
         return True
 
     def _norm(self, optimizer: Any, step: Step, grads: list[Any] | None) -> tuple[PerDevice | None, list[Any]]:
