@@ -27,6 +27,8 @@ def unexpected(call: str, name: str, known: Iterable[str]) -> AmpTypeError:
     """The error for a keyword that a call does not take, with the nearest that it takes."""
     near = difflib.get_close_matches(name, sorted(known), 2)
     hint = f". Did you mean {' or '.join(near)}?" if near else ""
+    if name == "offload":
+        hint = f". Write Offloaded({call.partition('.')[0]}, params, ...): see docs/guide/offload.md."
     return AmpTypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
 
 

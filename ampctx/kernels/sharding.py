@@ -109,31 +109,51 @@ def is_row_sharded(t: Any, block: int) -> bool:
     return by_rows and row > 0 and row % block == 0 and (t.shape[0] == 1 or t.stride(0) == row)
 
 
+def around(part: Tensor, like: Any) -> Tensor:
+    """``part``, on any device, as this rank's part of a DTensor laid out as ``like``; for a plain tensor itself. torch's
+    CPUOffloadPolicy keeps parameters so: the mesh stays that of the device."""
+    # Private: ``from_local`` would move the part to the device of the mesh.
+    return dtensor()(part, like._spec, requires_grad=False) if is_sharded(like) else part
+
+
 def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
     """Zeros of shape (rows of ``t``, columns), sharded as ``t`` is, which is sharded by rows."""
     part = _part(t)
     zeros = torch.zeros(part.shape[0], columns, dtype=dtype, device=part.device)
     how = {"shape": torch.Size((t.shape[0], columns)), "stride": (columns, 1)}
-    return dtensor().from_local(zeros, t.device_mesh, t.placements, run_check=False, **how)
+    return around(zeros, dtensor().from_local(zeros.to("meta"), t.device_mesh, t.placements, run_check=False, **how))
 
 
 def whole(t: Any) -> Tensor:
     """The whole of a DTensor, on every rank: a collective. A plain tensor itself."""
-    found: Tensor = t.full_tensor() if is_sharded(t) else t
+    if not is_sharded(t):
+        return t
+    # The backend of a mesh has no parts on another device.
+    at = t.device if t.device.type == t.device_mesh.device_type else t.device_mesh.device_type
+    found: Tensor = around(_part(t).to(at), t).full_tensor().to(t.device)
     return found
 
 
 def laid_out_as(value: Any, like: Any) -> Tensor:
-    """``value`` as a DTensor laid out as ``like``, or as a plain tensor. A collective if it is a DTensor laid out
-    otherwise."""
+    """``value`` as a DTensor laid out as ``like`` on its device, or as a plain tensor. A collective if it is a DTensor
+    laid out otherwise."""
     if not is_sharded(like):
         return whole(value)
     if is_sharded(value) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    # None: each rank takes its part of its own tensor.
-    return distribute_tensor(whole(value).to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    mesh, places, found = like.device_mesh, like.placements, whole(value)
+    if like.device.type == mesh.device_type or not all(p.is_replicate() or type(p) is Shard for p in places):
+        # None: each rank takes its part of its own tensor.
+        part = _part(distribute_tensor(found.to(mesh.device_type), mesh, places, src_data_rank=None)).to(like.device)
+    else:  # without a way over the device
+        part = found.to(like.device)
+        for size, i, place in zip(mesh.shape, mesh.get_coordinate(), places, strict=True):
+            if not place.is_replicate():
+                chunks = part.chunk(size, place.dim)
+                part = chunks[i] if i < len(chunks) else part.narrow(place.dim, 0, 0)
+    return around(part, like)
 
 
 class Grid:

@@ -15,6 +15,7 @@ from ampctx.optimizers.fused_muon import FusedMuon
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
 from ampctx.optimizers.fused_sgd import FusedSGD
 from ampctx.optimizers.larc import LARC
+from ampctx.optimizers.offloaded import Offloaded
 from ampctx.optimizers.split_masters import SplitMasters
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
+    "Offloaded",
     "SplitMasters",
     "unpack_state",
 ]

@@ -34,7 +34,6 @@ from ampctx.kernels.spec import OPTIMIZERS
 from ampctx.optimizers import _checkpoint, _guard, _options, _state_types, _work, layerwise
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._guard import Guarded, guard_of
-from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._state_types import Forms, State
 from ampctx.optimizers._step_plan import StepPlan, step_plan
@@ -45,7 +44,7 @@ from ampctx.weights.store import EXTRAS, follow, joined
 
 logger = logging.getLogger("ampctx")
 # Attributes that exist only around a step, or that a copy creates again.
-TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_offload", "_data_writes")
+TRANSIENT = ("found_inf", "grad_scale", "_zero_flags", "_seen", "_plan", "_numbers", "_data_writes")
 MasterWeights = bool | Literal["split"]
 
 
@@ -57,7 +56,6 @@ class CommonOptions(TypedDict, total=False):
     seed: int
     state_dtype: Any
     min_8bit_size: int
-    offload: Literal["cpu"] | None
     skip_nonfinite: bool
     skip_norm_above: float | None
     process_group: Any
@@ -69,10 +67,10 @@ class SharedOptions(CommonOptions, total=False):
 
 
 _DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
-_DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
+_DEFAULTS |= {"master_weights": False, "capturable": False, "set_grad_none": True}
 _DEFAULTS |= {"skip_nonfinite": False, "skip_norm_above": None, "process_group": None}
 # Arguments that are no group options.
-_OF_CLASS = (*_guard.OPTIONS, "write_back", "master_weights", "offload")
+_OF_CLASS = (*_guard.OPTIONS, "write_back", "master_weights")
 
 
 class FusedOptimizer(Guarded, torch.optim.Optimizer):
@@ -100,9 +98,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             each 64 elements; or a dict of these by state name. They are rounded at random, from ``seed``, which is
             right on average. A group option. If you change it, the next step converts the state.
         min_8bit_size: smaller parameters keep fp32 with "8bit"; 4096 elements by default. A group option.
-        offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
-            without it; ``step`` waits for the device. None, the default, steps where the parameters are. Not with
-            ``capturable``.
         skip_nonfinite: skip steps whose gradients have inf or nan, or a norm above 1.8e19 (its square leaves fp32),
             without amp and scalers. Nothing is written then. One more read of the gradients, no host sync. Ranks of
             DTensors agree, by one more all_reduce.
@@ -112,8 +107,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             together. Every rank must step, with or without gradients.
 
     Raises:
-        AmpValueError, AmpTypeError: an invalid argument or parameter, by name; too little host memory for ``offload``.
-        AmpError: a DTensor with ``offload``.
+        AmpValueError, AmpTypeError: an invalid argument or parameter, by name.
     """
 
     _step_supports_amp_scaling = True
@@ -131,9 +125,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     _refused: ClassVar[tuple[str, ...]] = ()
     found_inf: Tensor  # a caller sets it, and grad_scale, for a step
     grad_scale: Tensor | None
-    # Of ``Offload``, whose host optimizer splits its op calls.
-    offload: str | None = None
-    _call_elements: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -156,10 +147,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         self.write_back = check_choice("write_back", options["write_back"], ("nearest", "stochastic", "kahan"))
         self.master_weights = check_choice("master_weights", options["master_weights"], (False, True, "split"))
         self.capturable = options["capturable"]
-        self.offload = check_choice("offload", options["offload"], (None, "cpu"))
-        if self.offload and self.capturable:
-            raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
-        self._offload = Offload() if self.offload else None
         self._zero_flags: dict[torch.device, Tensor] = {}
         # The marks of each weight when it agreed with its entry of EXTRAS. While there is a plan, it has them.
         self._seen: dict[Tensor, bytes] = {}
@@ -229,8 +216,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 if p.dtype not in KERNEL_DTYPES:
                     _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
                 self._check_param(g, i, p)
-            if self._offload is not None:
-                self._offload.add(self, g)
         except BaseException:
             del self.param_groups[g]
             raise
@@ -310,13 +295,10 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self._guard is not None:
             flag = None if step.found_inf is None else step.found_inf.value
             step = step._replace(found_inf=PerDevice(self._guard.check(self, flag)))
-        if self._offload is not None:
-            self._offload.step(self, step)
-        else:
-            if self.master_weights is True and self._data_writes.is_due() and not is_watched():
-                _work.tell_of_data_writes(self)
-            if self._plan is None or not self._plan.run(self, step):
-                self._apply(step)
+        if self.master_weights is True and self._data_writes.is_due() and not is_watched():
+            _work.tell_of_data_writes(self)
+        if self._plan is None or not self._plan.run(self, step):
+            self._apply(step)
         if self._guard is not None:
             self._guard.concluded(self)
         return loss
@@ -331,9 +313,8 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         if self._plan is not None:
             self._plan.renew(self)
 
-    def _apply(self, step: Step, after: Callable[[list[Tensor]], None] | None = None) -> None:
-        """Steps all parameters that have a gradient, by op calls made anew, and makes the plan of the next step.
-        ``after`` gets the parameters of each op call after it; then there is no plan."""
+    def _apply(self, step: Step) -> None:
+        """Steps all parameters that have a gradient, by op calls made anew, and makes the plan of the next step."""
         if self._plan is not None:
             self._seen.update(self._plan.seen())
             self._plan = None
@@ -347,9 +328,7 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 norm = self._global_norm(works, step)
                 for work in calls:
                     self._launch(work, step, norm)
-                    if after is not None:
-                        after(work.members)
-            if made and after is None and not self._has_own_launch:
+            if made and not self._has_own_launch:
                 plan = step_plan(self, calls, made, step)
         if step.unscales:
             _work.finish_unscaling(calls)
@@ -363,9 +342,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
     def _new_works(self, step: Step) -> list[Work]:
         members = _work.members_of(self, step)
         works = [work for (_, kind), found in members.items() for work in _work.works_of(self, kind, found, step)]
-        if self._call_elements is not None:
-            most = self._call_elements
-            works = [part for work in works for part in work.parts([None] * len(work.members), most)]
         # Not those of parameters that have left.
         self._seen = {p: self._seen[p] for group in self.param_groups for p in group["params"] if p in self._seen}
         return works
@@ -379,11 +355,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
-    def first_state(self, p: Tensor, group: Group, at: Tensor | None = None) -> State:
+    def first_state(self, p: Tensor, group: Group) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
-        if at is None:
-            at = p.detach().cpu() if self._offload is not None else p
-        return _state_types.first_state(self, p, group, at)
+        return _state_types.first_state(self, p, group)
 
     def _make_state(self, p: Tensor, state: State, forms: Forms, destination: str) -> None:
         """Creates missing entries."""
@@ -397,8 +371,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         ``step`` does this after changes that bump the version counter (``load_state_dict``, ``p.copy_()`` under
         no_grad). Call it after a change through ``p.data`` or by another library.
         """
-        if self._offload is not None:
-            return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
         for p in (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_PRECISION):
             follow(p, self.state.get(p, {}), self._seen)
@@ -452,16 +424,13 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state and options, as in torch, with tensors of the optimizer. Host sync with ``skip_nonfinite`` or
-        ``skip_norm_above`` alone, for the count. With ``offload``, waits for the step, and the tensors are on the CPU.
+        ``skip_norm_above`` alone, for the count.
 
         With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
         blocks become fp32, which any ranks can load.
         """
         _checkpoint.refuse_strays(self)
-        found = super().state_dict()
-        # A hook of the program may have put an entry there that is no dict.
-        is_own = any(isinstance(s, dict) and not _checkpoint.OWN.isdisjoint(s) for s in found["state"].values())
-        return self._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
+        return _checkpoint.saved(self, super().state_dict())
 
     @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -506,10 +475,6 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
         self.__dict__.setdefault("_zero_flags", {})
         self.__dict__.setdefault("_numbers", {})
         self._seen, self._plan, self._data_writes = {}, None, DataWrites()
-        if (kept := self.__dict__.get("_offload")) is not None:
-            kept.forget()
-        else:
-            self._offload = Offload() if self.offload else None
         # torch adds this default to every optimizer. Later groups and checkpoints must not get it.
         self.defaults.pop("differentiable", None)
         for group in self.param_groups:

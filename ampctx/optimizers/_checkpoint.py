@@ -119,7 +119,7 @@ def load_fused(optimizer: Any, load: Callable[[Any], Any], state_dict: Any) -> N
 
 
 def _restored_groups(optimizer: Any, groups: list[SavedGroup]) -> dict[Tensor, State]:
-    result, names, at = {}, {}, {}
+    result, names = {}, {}
     for g, group in enumerate(groups):
         optimizer._adapt_checkpoint(group)
         spec, kept = OPTIMIZERS[optimizer._op_of(group.saved)], _state_types.DEFAULTS
@@ -142,12 +142,11 @@ def _restored_groups(optimizer: Any, groups: list[SavedGroup]) -> dict[Tensor, S
         for p, name, state in group.states:
             names[p] = name
             check_complete(spec, type(optimizer).__name__, name, state, group.saved)
-            at[p] = p if optimizer._offload is None else optimizer._offload.twin_of(p)
-            result[p] = restored(at[p], name, state, one_element, optimizer._useless_state(p))
+            result[p] = restored(p, name, state, one_element, optimizer._useless_state(p))
     check_values(result, names)
     for group in groups:
         for p, _, _ in group.states:
-            _state_types.convert(at[p], result[p], _state_types.forms_in(optimizer, p, group.saved))
+            _state_types.convert(p, result[p], _state_types.forms_in(optimizer, p, group.saved))
     return result
 
 
@@ -193,6 +192,14 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
             f"the state of {name} has no 'step', only {listed(state, 8)}. Bias correction would start again. Put the "
             "number of steps there, or into its param group as 'step'."
         )
+
+
+def saved(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``state_dict`` of an optimizer gives, of what torch has made."""
+    # A hook of the program may have put an entry there that is no dict.
+    is_own = any(isinstance(state, dict) and not OWN.isdisjoint(state) for state in found["state"].values())
+    state: dict[str, Any] = optimizer._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
+    return state
 
 
 def refuse_strays(optimizer: Any) -> None:

@@ -295,10 +295,10 @@ def forms_in(optimizer: Any, p: Tensor, group: Group) -> Forms:
 
 
 @torch.no_grad()
-def first_state(optimizer: Any, p: Tensor, group: Group, at: Tensor) -> State:
-    """The state of a parameter before its first step, on the device of ``at``."""
+def first_state(optimizer: Any, p: Tensor, group: Group) -> State:
+    """The state of a parameter before its first step."""
     state: State = {}
-    optimizer._make_state(at, state, forms_in(optimizer, p, group), optimizer.layout_of(p))
+    optimizer._make_state(p, state, forms_in(optimizer, p, group), optimizer.layout_of(p))
     return state
 
 

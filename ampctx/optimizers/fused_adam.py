@@ -24,7 +24,7 @@ class FusedAdam(FusedOptimizer):
         bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
         adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
         params, lr, set_grad_none, capturable, master_weights, and the keywords maximize, write_back, seed, state_dtype,
-            min_8bit_size, offload: see ``FusedOptimizer``.
+            min_8bit_size: see ``FusedOptimizer``.
     """
 
     _op = "adam"

@@ -30,12 +30,11 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         max_grad_norm: the bound, a group option. 0 or None: no bound.
         use_nvlamb: scale by the ratio of norms without weight decay, too.
-        params, lr, set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and shared keywords: see ``FusedOptimizer``.
     """
 
     _op = "lamb"
     _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
-    _refused: ClassVar[tuple[str, ...]] = ("offload",)
     _split_step = layerwise.lamb
 
     def __init__(

@@ -53,7 +53,7 @@ class FusedMuon(FusedOptimizer):
         orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
             shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
         state_dtype: a dict may have the state of both kinds of groups.
-        set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
+        set_grad_none, and shared keywords: see ``FusedOptimizer``.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument, or a parameter that is no matrix or tensor parallel, by name.
@@ -63,7 +63,6 @@ class FusedMuon(FusedOptimizer):
     _ops = ("muon", "adam")
     _of_matrices = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
     _defaults = ("lr", *_of_matrices, "use_muon")
-    _refused = ("offload",)
     # Groups of AdamW have its decoupled decay.
     adam_w_mode = 1
     _adamw: ClassVar[Group] = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "bias_correction": True}

@@ -39,12 +39,11 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
         init_zero: start the running norm at 0 instead of the first norm.
-        params, lr, set_grad_none, and the keywords but ``offload``: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and shared keywords: see ``FusedOptimizer``.
     """
 
     _op = "novograd"
     _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type", "init_zero")
-    _refused = ("offload",)
     _split_step = layerwise.novograd
 
     def __init__(

@@ -17,7 +17,6 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, compute_dtype, scalar
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._guard import Guarded
 from ampctx.optimizers._options import Group, check_flag, param_name, refuse_dtype, with_grads
@@ -43,17 +42,12 @@ class LARC:
 
     Raises:
         AmpTypeError: ``optimizer`` is no optimizer.
-        AmpError: it offloads, or has ``skip_norm_above``.
+        AmpError: it has ``skip_norm_above``.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
             raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
-        if isinstance(optimizer, FusedOptimizer) and optimizer.offload:
-            raise AmpError(
-                f"LARC computes rates on the device from weights that {type(optimizer).__name__}(offload='cpu') keeps "
-                "on the host. Leave out offload."
-            )
         if isinstance(optimizer, Guarded) and optimizer._guard is not None and optimizer._guard.has_limit:
             raise AmpError(
                 f"LARC adapts gradients before {type(optimizer).__name__} could compare their norm with "

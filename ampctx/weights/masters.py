@@ -238,10 +238,10 @@ class MasterParams:
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
                 "which keeps the masters in its state."
             )
-        if self._wide_state and getattr(optimizer, "offload", None):
+        if self._wide_state and getattr(optimizer, "offloads", False):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
-                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
+                f"{type(optimizer).__name__} has nothing else. Pass master_weights=False to "
                 "amp.initialize, and master_weights='split' (O5) or True to the optimizer. See docs/guide/offload.md."
             )
         if is_sharded(p):

@@ -11,7 +11,7 @@ import torch
 from kit import OPTIMIZERS, assert_same, muon, params_of, snapshot
 from torch import Tensor, nn
 
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD, Offloaded, SplitMasters
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
@@ -30,7 +30,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
 # And what steps in another way.
 STEPPED_BY: dict[str, Callable[..., Any]] = {
     **BY_NAME,
-    "offload": partial(FusedAdam, offload="cpu"),
+    "offload": partial(Offloaded, FusedAdam),
     "split-masters": partial(SplitMasters, torch.optim.AdamW),
     "larc": lambda params: LARC(FusedSGD(params, lr=0.1)),
 }
@@ -59,6 +59,13 @@ STATE = {
 def make(name: str, mode: str, params: Any = None, **more: Any) -> Any:
     dtype, options = MODES[mode]
     return BY_NAME[name](parameters(dtype) if params is None else params, **options, **more)
+
+
+def offloaded(name: str, mode: str, params: Any = None, **more: Any) -> Offloaded:
+    """The same in host memory."""
+    (dtype, options), made = MODES[mode], BY_NAME[name]
+    params = parameters(dtype) if params is None else params
+    return Offloaded(made.func, params, **{**made.keywords, **options, **more})
 
 
 def masters_of(optimizer: Any) -> list:
@@ -189,8 +196,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "change numbers": lambda o: o.param_groups[0].update(
         lr=torch.tensor(0.5), weight_decay=0.5, maximize=True, eps=0.1
     ),
-    "change the mode": lambda o: setattr(o, "adam_w_mode", 0),
+    "change the mode": lambda o: setattr(getattr(o, "inner", o), "adam_w_mode", 0),
     "end amsgrad": lambda o: o.param_groups[0].update(amsgrad=False),
-    "round at random": lambda o: setattr(o, "write_back", "stochastic"),
+    "round at random": lambda o: setattr(getattr(o, "inner", o), "write_back", "stochastic"),
     "skip": lambda o: setattr(o, "found_inf", torch.ones(())),
 }

@@ -1,4 +1,4 @@
-"""``offload="cpu"`` against the same optimizer without it: every bit of weights, state and gradients.
+"""``Offloaded`` against the same optimizer on the device: every bit of weights, state and gradients.
 
 The parameters are on the CPU here, so that copies take the place of streams.
 """
@@ -11,12 +11,12 @@ import pytest
 import torch
 from host_reads import OpCalls
 from kit import INF, assert_same, batch, each_copy, mlp, params_of, snapshot, start, through_a_file, train
-from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, parameters, run
+from optimizer_cases import CHANGES, MODES, give, gradients, make, offloaded, parameters, run
 from torch import nn
 
 import ampctx
 from ampctx.amp import AmpSession
-from ampctx.optimizers import LARC, FusedAdam, FusedSGD, _offload
+from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD, Offloaded, offloaded as module
 
 OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
 
@@ -24,11 +24,11 @@ OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
     """Op calls of a few elements, so that a step has several."""
-    monkeypatch.setattr(_offload, "CALL_ELEMENTS", 20)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 20)
 
 
 def pair(name, mode="split", **more):
-    return [make(name, mode, **more, offload=offload) for offload in (None, "cpu")]
+    return [made(name, mode, **more) for made in (make, offloaded)]
 
 
 def step_both(optimizers, step, **attributes):
@@ -41,9 +41,9 @@ def step_both(optimizers, step, **attributes):
 
 
 def assert_alike(optimizers):
-    resident, offloaded = optimizers
-    assert_same(snapshot(resident), snapshot(offloaded))
-    assert_same([p.grad for p in params_of(resident)], [p.grad for p in params_of(offloaded)])
+    resident, other = optimizers
+    assert_same(snapshot(resident), snapshot(other))
+    assert_same([p.grad for p in params_of(resident)], [p.grad for p in params_of(other)])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -57,10 +57,10 @@ def test_steps_have_the_bits_of_the_optimizer_without_it(name, mode):
 
 
 def test_a_step_is_several_op_calls():
-    _, offloaded = pair("adam")
-    run(offloaded, 2)
+    optimizer = offloaded("adam", "split")
+    run(optimizer, 2)
     with OpCalls() as calls:
-        run(offloaded, 1, first=2)
+        run(optimizer, 1, first=2)
     assert calls.of["multi_tensor_adam"] > 3
 
 
@@ -78,9 +78,9 @@ def test_what_changes_between_steps_is_seen(change):
 
 def test_one_gradient_of_two_parameters_is_unscaled_once():
     found = []
-    for offload in (None, "cpu"):
+    for kind in (FusedAdam, partial(Offloaded, FusedAdam)):
         params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-        optimizer = FusedAdam(params, offload=offload)
+        optimizer = kind(params)
         params[0].grad = params[1].grad = torch.full((4,), 8.0)
         optimizer.grad_scale = torch.tensor(4.0)
         optimizer.step()
@@ -110,23 +110,22 @@ def test_checkpoints_go_both_ways(name, mode):
 
 @each_copy
 def test_a_copy_goes_on_by_itself(copied):
-    resident, offloaded = pair("adam")
-    run(offloaded, 2)
-    twin, before = copied(offloaded), snapshot(offloaded)
+    resident, optimizer = pair("adam")
+    run(optimizer, 2)
+    twin, before = copied(optimizer), snapshot(optimizer)
     run(twin, 2, first=2)
     run(resident, 4)
     assert_same(snapshot(twin), snapshot(resident))
-    assert_same(snapshot(offloaded), before)
-    assert twin._offload is not offloaded._offload
+    assert_same(snapshot(optimizer), before)
 
 
 # --- under amp and a GradScaler ---------------------------------------------------------------------------------------
 
 
 def by_amp(level):
-    def run_loop(offload):
+    def run_loop(of):
         session, kept = AmpSession(), "split" if level == "O5" else False
-        make_it = partial(FusedAdam, lr=0.01, master_weights=kept, offload=offload)
+        make_it = partial(of(FusedAdam), lr=0.01, master_weights=kept)
         options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10, **({"master_weights": False} if kept else {})}
         model, optimizer = start(session, level, make_it, **options)
         train(session, model, optimizer, 12, overflow_at=(5,), max_norm=0.5)
@@ -138,11 +137,11 @@ def by_amp(level):
 
 
 def by_scaler(kind, unscale):
-    def run_loop(offload):
+    def run_loop(of):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
         model, scaler = mlp().to(dtype), kind("cpu", init_scale=2.0**10)
-        optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
+        optimizer = of(FusedSGD)(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept)
         for step in range(12):
             loss = model(batch(step).to(dtype)).float().square().mean() * (INF if step == 5 else 1.0)
             scaler.scale(loss).backward()
@@ -167,8 +166,8 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_steps_under_amp_and_a_scaler_are_the_same(loop):
-    resident, offloaded = (LOOPS[loop](offload) for offload in (None, "cpu"))
-    assert_same(offloaded, resident)
+    resident, other = (LOOPS[loop](of) for of in (partial, partial(partial, Offloaded)))
+    assert_same(other, resident)
     if loop.startswith("O"):
         assert resident[-1] == 1
 
@@ -176,29 +175,29 @@ def test_steps_under_amp_and_a_scaler_are_the_same(loop):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"offload": "disk"}, "offload is 'disk', expected None or 'cpu'"),
-        ({"offload": True}, "offload is True"),
-        ({"offload": "cpu", "capturable": True}, "capturable=False"),
-    ],
-)
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_options_that_do_not_fit_are_refused(name, options, match):
-    with pytest.raises(ampctx.AmpValueError, match=match):
-        BY_NAME[name](parameters(), **options)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ampctx.AmpValueError, match="capturable=False"):
+        Offloaded(FusedAdam, parameters(), capturable=True)
+    with pytest.raises(ampctx.AmpValueError, match="FusedLAMB is not known to allow it: FusedAdam, FusedSGD"):
+        Offloaded(FusedLAMB, parameters())
+    for kind in (parameters(), nn.Linear, "FusedAdam"):
+        with pytest.raises(ampctx.AmpTypeError, match="kind must be one of FusedAdam, "):
+            Offloaded(kind, parameters())
+    with pytest.raises(ampctx.AmpTypeError, match=r"'offload'. Write Offloaded\(FusedSGD, params, ...\)"):
+        FusedSGD(parameters(), lr=0.1, offload="cpu")
 
 
-def test_larc_refuses_it():
-    with pytest.raises(ampctx.AmpError, match=r"FusedSGD\(offload='cpu'\) keeps on the host"):
-        LARC(FusedSGD(parameters(), lr=0.1, offload="cpu"))
+def test_larc_adapts_its_gradients():
+    both = [LARC(kind(parameters(), lr=0.1, weight_decay=0.1)) for kind in (FusedSGD, partial(Offloaded, FusedSGD))]
+    for optimizer in both:
+        run(optimizer, 3)
+    assert_alike(both)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_amp_keeps_no_masters_beside_it(level):
     model, session = mlp(), AmpSession()
-    optimizer = FusedAdam(model.parameters(), offload="cpu")
+    optimizer = Offloaded(FusedAdam, model.parameters())
     with pytest.raises(ampctx.AmpError, match="0.weight.* is .*=False to amp.initialize, and master_weights='split'"):
         session.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -210,37 +209,37 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     many = nn.Parameter(torch.empty(2**45, dtype=torch.bfloat16, device="meta"))
     # Weights and gradients 4, remainders 2, moments 8, and the step count.
     with pytest.raises(ampctx.AmpValueError, match=f"FusedAdam.* needs {14 * 2**45 + 4:,} bytes of host memory"):
-        FusedAdam([many], master_weights="split", offload="cpu")
-    optimizer = FusedAdam([few], master_weights="split", offload="cpu")
+        Offloaded(FusedAdam, [many], master_weights="split")
+    optimizer = Offloaded(FusedAdam, [few], master_weights="split")
     with pytest.raises(ampctx.AmpValueError, match=f"needs {14 * 2**45 + 10 * 2**10 + 8:,} bytes"):
         optimizer.add_param_group({"params": [many]})
     assert params_of(optimizer) == [few]
 
 
 def test_a_compiled_step_leaves_the_graph():
-    resident, offloaded = pair("adam")
-    compiled = torch.compile(offloaded.step, backend="eager")
+    resident, other = pair("adam")
+    compiled = torch.compile(other.step, backend="eager")
     for step in range(3):
-        for optimizer, take in ((resident, resident.step), (offloaded, compiled)):
+        for optimizer, take in ((resident, resident.step), (other, compiled)):
             give(params_of(optimizer), gradients(params_of(optimizer), step))
             take()
-    assert_alike((resident, offloaded))
+    assert_alike((resident, other))
 
 
 def test_what_a_step_refuses_changes_nothing():
-    _, offloaded = pair("adam", "split")
-    run(offloaded, 1)
-    before = snapshot(offloaded)
-    give(params_of(offloaded), gradients(params_of(offloaded), 1))
-    params_of(offloaded)[5].grad = params_of(offloaded)[5].grad.to_sparse()
+    optimizer = offloaded("adam", "split")
+    run(optimizer, 1)
+    before = snapshot(optimizer)
+    give(params_of(optimizer), gradients(params_of(optimizer), 1))
+    params_of(optimizer)[5].grad = params_of(optimizer)[5].grad.to_sparse()
     with pytest.raises(ampctx.AmpError, match=r"sparse gradients, and param_groups\[0\]\['params'\]\[5\]"):
-        offloaded.step()
-    assert_same(snapshot(offloaded), before)
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
 
 
 def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step():
     params = parameters(torch.float32)
-    optimizer = FusedAdam(params, master_weights="split", offload="cpu")
+    optimizer = Offloaded(FusedAdam, params, master_weights="split")
     for p in params:
         p.data = p.data.half()
     give(params, gradients(params, 0))
