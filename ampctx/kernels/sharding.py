@@ -130,7 +130,8 @@ def whole(t: Any) -> Tensor:
         return t
     # The backend of a mesh has no parts on another device.
     at = t.device if t.device.type == t.device_mesh.device_type else t.device_mesh.device_type
-    found: Tensor = around(_part(t).to(at), t).full_tensor().to(t.device)
+    here: Any = around(_part(t).to(at), t)
+    found: Tensor = here.full_tensor().to(t.device)
     return found
 
 
@@ -144,7 +145,8 @@ def laid_out_as(value: Any, like: Any) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh, places, found = like.device_mesh, like.placements, whole(value)
-    if like.device.type == mesh.device_type or not all(p.is_replicate() or type(p) is Shard for p in places):
+    is_simple = all(p.is_replicate() or type(p) is Shard for p in places)
+    if like.device.type == mesh.device_type or not is_simple:
         # None: each rank takes its part of its own tensor.
         part = _part(distribute_tensor(found.to(mesh.device_type), mesh, places, src_data_rank=None)).to(like.device)
     else:  # without a way over the device

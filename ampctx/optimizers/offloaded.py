@@ -29,8 +29,17 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.plan import changed, marks
 from ampctx.kernels.reference_steps import LOW_PRECISION
-from ampctx.kernels.sharding import around, local, place_grads, wrote
-from ampctx.kernels.tensor_loops import device_of, dtype_of, grad_of, is_fake, layout_of, same_items, set_each
+from ampctx.kernels.sharding import around, is_sharded, local, place_grads, wrote
+from ampctx.kernels.tensor_loops import (
+    device_of,
+    dtype_of,
+    grad_of,
+    is_fake,
+    layout_of,
+    same_items,
+    set_each,
+    version_of,
+)
 from ampctx.optimizers._checkpoint import SKIPPED, leftover, load_between, refuse_strays, saved, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
@@ -57,8 +66,9 @@ class _Twin(NamedTuple):
 
 
 class _Host:
-    """What is made anew in a copy: the twins of ``members``, in order, and their marks when the twins had their values.
+    """What is made anew in a copy: the twins of ``members``, in order.
 
+    seen: the marks of the members when the twins had their values.
     given: the places of those whose twin has a gradient.
     """
 
@@ -67,7 +77,7 @@ class _Host:
         self.members: list[Tensor] = []
         self.weights: list[Tensor] = []
         self.grads: list[Tensor] = []
-        self.seen = b""
+        self.seen: tuple[bytes, list[int]] = b"", []
         self.given: list[int] = []
         self.is_checked = False  # whether ``inner`` steps such parameters with these options
         self.lanes: dict[torch.device, Lane] = {}
@@ -99,6 +109,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         AmpTypeError, AmpValueError: an invalid argument or parameter, by name; too little host memory.
     """
 
+    inner: Any
     _step_supports_amp_scaling = True
     offloads = True  # amp keeps no masters beside
     found_inf: Tensor  # a caller sets it, and grad_scale, for a step
@@ -172,7 +183,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         inner, host, groups = self.inner, self._host, self.param_groups[:count]
         inner.param_groups[len(groups) :] = [{"params": []} for _ in groups[len(inner.param_groups) :]]
         members = list({id(p): p for group in groups for p in group["params"]}.values())
-        if not same_items(members, host.members) or marks(list(local(members))) != host.seen:
+        if not same_items(members, host.members) or _marks(members) != host.seen:
             self._fit(members)
         for group, here in zip(groups, inner.param_groups, strict=True):
             for name, value in group.items():
@@ -188,6 +199,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         for g, here in enumerate(() if host.is_checked else inner.param_groups):
             for i, twin in enumerate(here["params"]):
                 inner._check_param(g, i, twin)
+                if is_sharded(twin) and twin.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+                    raise AmpValueError(
+                        f"Offloaded: this rank is not in the mesh of {param_name(groups, g, i)}, and has no part of it. "
+                        "Build the optimizer on the ranks of the mesh."
+                    )
         host.is_checked = True
         state = {twin: self.state[p] for p, twin in zip(members, host.weights, strict=True) if p in self.state}
         is_same = same_items(list(state), list(inner.state))
@@ -204,15 +220,15 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         if not new and same_items(members, host.members):
             return
         # First, as it frees memory. Then all weights go down again.
-        host.twins, host.weights, host.grads, host.given, host.seen = kept, [], [], [], b""
+        host.twins, host.weights, host.grads, host.given, host.seen = kept, [], [], [], (b"", [])
         parts = local(new)
         both = (buffers(parts, [kinds[p][i] for p in new]) for i in (0, 1))
         for p, weight, grad in zip(new, *both, strict=True):
             weight, grad = around(weight, p), around(grad, p)
-            weight.grad_dtype = grad.dtype  # type: ignore[attr-defined]
+            weight.grad_dtype = grad.dtype
             host.twins[p] = _Twin(weight, grad, kinds[p])
         host.members = members
-        host.weights, host.grads = ([host.twins[p][i] for p in members] for i in (0, 1))
+        host.weights, host.grads = [host.twins[p].weight for p in members], [host.twins[p].grad for p in members]
         set_each(host.weights, "grad", None)
 
     def _kind_of(self, p: Tensor, part: Tensor) -> tuple[Any, ...]:
@@ -220,13 +236,12 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         dtype = _grad_dtype(p) if former is None or p.grad is not None else former.grad.dtype
         kind = p.dtype, dtype, part.stride(), p.device, part.shape
         if former is not None and former.made_for[3:] != kind[3:]:
-            places = [
-                (g, i) for g, group in enumerate(self.param_groups) for i, q in enumerate(group["params"]) if q is p
-            ]
-            was, now = (f"of shape {tuple(shape)} on {device}" for device, shape in (former.made_for[3:], kind[3:]))
+            groups = self.param_groups
+            g, i = next((g, i) for g, group in enumerate(groups) for i, q in enumerate(group["params"]) if q is p)
+            now, was = (f"of shape {tuple(shape)} on {device}" for device, shape in (kind[3:], former.made_for[3:]))
             raise AmpError(
-                f"Offloaded: {param_name(self.param_groups, *places[0])} is {now}, and was {was} when its host memory was "
-                "taken. Build the optimizer once the model is where it trains, and load this one's state_dict() there."
+                f"Offloaded: {param_name(groups, g, i)} is {now}, and was {was} when its host memory was taken. Build "
+                "the optimizer once the model is where it trains, and load this one's state_dict() there."
             )
         return kind
 
@@ -313,7 +328,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
                 lane.be_followed()
             if not is_skipped:
                 wrote(stepped)
-            host.seen = marks(list(parts))
+            host.seen = _marks(host.members)
             if len(inner.state) != count:
                 made = ((p, inner.state.get(twin)) for p, twin in zip(host.members, host.weights, strict=True))
                 self.state.update((p, state) for p, state in made if state is not None)
@@ -343,9 +358,10 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
     def _weights_down(self, parts: Sequence[Tensor]) -> None:
         """Copies down the weights that the program has changed."""
-        host, now = self._host, marks(list(parts))
-        ids = changed(list(parts), host.seen, now)
-        stale = [i for i, part in enumerate(parts) if id(part) in ids]
+        host, now = self._host, _marks(self._host.members)
+        ids = changed(list(parts), host.seen[0], now[0])
+        before, versions = host.seen[1], now[1]
+        stale = [i for i, t in enumerate(parts) if id(t) in ids or before[i : i + 1] != versions[i : i + 1]]
         twins = [host.weights[i] for i in stale]
         _copy(host.lanes, local(twins), [parts[i] for i in stale])
         wrote(twins)
@@ -369,7 +385,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
     def masters_follow_model(self) -> None:
         """Reads all weights, and resyncs what the state keeps of them. ``step`` does this after changes that bump the
         version counter; call it after a change through ``p.data`` or by another library. Waits for the device."""
-        self._host.seen = b""
+        self._host.seen = b"", []
         self._follow()
         lanes = self._lanes_of(self._host.members)
         self._weights_down(local(self._host.members))
@@ -444,8 +460,8 @@ def _check_kind(kind: Any, options: Group) -> None:
         raise AmpTypeError(f"Offloaded: kind must be one of {names}, got {kind!r}")
     if not issubclass(kind, _KINDS):
         raise AmpValueError(
-            f"Offloaded steps parameters by themselves, in chunks, and {kind.__name__} is not known to allow it: {names} "
-            "do. Use one of these, or torch's fully_shard with offload_policy=CPUOffloadPolicy()."
+            f"Offloaded steps parameters in chunks, and {kind.__name__} is not known to allow it: {names} do. Use one "
+            "of these, or torch's fully_shard with offload_policy=CPUOffloadPolicy()."
         )
     if options.get("capturable"):
         raise AmpValueError("Offloaded steps on the CPU, which no CUDA graph captures: pass capturable=False.")
@@ -453,13 +469,20 @@ def _check_kind(kind: Any, options: Group) -> None:
 
 def _without_memory(group: Group) -> Group:
     """A group of the inner optimizer before there is host memory."""
-    made = {p: torch.empty_like(part, device="meta") for p, part in zip(group["params"], local(group["params"]))}
+    pairs = zip(group["params"], local(group["params"]), strict=True)
+    made = {p: torch.empty_like(part, device="meta", requires_grad=False) for p, part in pairs}
     given = {name: value for name, value in group.items() if name not in ("params", "param_names", SKIPPED)}
-    return {**given, "params": [made[p].requires_grad_(False) for p in group["params"]]}
+    return {**given, "params": [made[p] for p in group["params"]]}
+
+
+def _marks(tensors: list[Tensor]) -> tuple[bytes, list[int]]:
+    """Tells later whether tensors were written. A write to a DTensor bumps its own version, and not that of its part."""
+    parts = local(tensors)
+    return marks(list(parts)), [] if parts is tensors else list(map(version_of, tensors))
 
 
 def _grad_dtype(p: Tensor) -> torch.dtype:
-    found: torch.dtype = (p.grad_dtype or p.dtype) if p.grad is None else p.grad.dtype  # type: ignore[attr-defined]
+    found: torch.dtype = (p.grad_dtype or p.dtype) if p.grad is None else p.grad.dtype
     return found
 
 

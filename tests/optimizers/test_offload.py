@@ -16,7 +16,8 @@ from torch import nn
 
 import ampctx
 from ampctx.amp import AmpSession
-from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD, Offloaded, offloaded as module
+from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD, Offloaded
+from ampctx.optimizers import offloaded as module
 
 OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
 
