@@ -17,7 +17,7 @@ from shared import Parser, plot, writable
 from torch import Tensor, nn
 
 from ampctx import amp, clip_grad_norm_
-from ampctx.optimizers import FusedAdam, FusedMuon
+from ampctx.optimizers import FusedAdam, FusedMuon, Offloaded
 
 MAX_NORM = 1.0
 
@@ -99,7 +99,7 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int)
 def make_optimizer(args, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
     if args.offload:
-        return FusedAdam(model.parameters(), **options, offload="cpu", master_weights="split")
+        return Offloaded(FusedAdam, model.parameters(), **options, master_weights="split")
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]

@@ -37,8 +37,6 @@ MAP = ROOT / "build" / "mutants.json"
 # Mutants that change nothing which a program can see, and why.
 EQUAL = {
     "ampctx/weights/clip.py:_coefficient: isinstance(max_norm, Tensor) -> False": "moves to an accelerator",
-    "ampctx/optimizers/_base.py:FusedOptimizer.__setstate__: (kept := self.__dict__.get('_offload')) is not None"
-    " -> False": "takes host memory anew, and reads all weights as before",
     "ampctx/weights/frames.py:Frames.leave: not is_usual -> True": "makes no plan: slower, with the same bits",
 }
 

@@ -49,8 +49,9 @@ def programs() -> None:
     amp.load_state_dict(amp.state_dict())
     amp.reset()
 
-    guarded = optimizers.FusedAdam(second.parameters(), master_weights="split", offload=None, skip_nonfinite=True)
+    guarded = optimizers.FusedAdam(second.parameters(), master_weights="split", skip_nonfinite=True)
     guarded.found_inf = torch.zeros(())
+    optimizers.Offloaded(optimizers.FusedAdam, second.parameters(), lr=1e-3, master_weights=True)
     assert_type(guarded.outcome.reason, "str | None")
     scaler = ampctx.GradScaler("cpu", init_scale=8.0)
     assert_type(scaler.outcome(guarded).overflowed, tuple[int, ...])

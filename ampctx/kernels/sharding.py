@@ -110,8 +110,8 @@ def is_row_sharded(t: Any, block: int) -> bool:
 
 
 def around(part: Tensor, like: Any) -> Tensor:
-    """``part``, on any device, as this rank's part of a DTensor laid out as ``like``; for a plain tensor itself. torch's
-    CPUOffloadPolicy keeps parameters so: the mesh stays that of the device."""
+    """``part``, on any device, as this rank's part of a DTensor laid out as ``like``; for a plain ``like`` itself. The
+    mesh stays that of the device, as where torch's CPUOffloadPolicy keeps parameters on the host."""
     # Private: ``from_local`` would move the part to the device of the mesh.
     return dtensor()(part, like._spec, requires_grad=False) if is_sharded(like) else part
 

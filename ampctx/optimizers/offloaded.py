@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -199,10 +200,10 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         for g, here in enumerate(() if host.is_checked else inner.param_groups):
             for i, twin in enumerate(here["params"]):
                 inner._check_param(g, i, twin)
-                if is_sharded(twin) and twin.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+                if is_sharded(twin) and twin.device_mesh.get_coordinate() is None:
                     raise AmpValueError(
-                        f"Offloaded: this rank is not in the mesh of {param_name(groups, g, i)}, and has no part of it. "
-                        "Build the optimizer on the ranks of the mesh."
+                        f"Offloaded: this rank is not in the mesh of {param_name(groups, g, i)}, and has no part of "
+                        "it. Build the optimizer on the ranks of the mesh."
                     )
         host.is_checked = True
         state = {twin: self.state[p] for p, twin in zip(members, host.weights, strict=True) if p in self.state}
@@ -314,9 +315,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         flag = None if arrived.found_inf is None else arrived.found_inf.value
         is_skipped = flag is not None and not is_fake(flag) and bool(flag != 0)
         weights, count = local(host.weights), len(inner.state)
-        sizes = ((None, weights[i].numel()) for i in places)
+        sizes = [weights[i].numel() for i in places]
+        is_one = sum(sizes) <= CHUNK_ELEMENTS  # the usual case of many small ones
+        chunks = [range(len(places))] if is_one else stacks(zip(repeat(None), sizes), CHUNK_ELEMENTS)
         try:
-            for chunk in stacks(sizes, CHUNK_ELEMENTS):
+            for chunk in chunks:
                 self._give([places[i] for i in chunk])
                 try:
                     inner.step(given=arrived)
@@ -359,6 +362,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
     def _weights_down(self, parts: Sequence[Tensor]) -> None:
         """Copies down the weights that the program has changed."""
         host, now = self._host, _marks(self._host.members)
+        if now == host.seen:
+            return
         ids = changed(list(parts), host.seen[0], now[0])
         before, versions = host.seen[1], now[1]
         stale = [i for i, t in enumerate(parts) if id(t) in ids or before[i : i + 1] != versions[i : i + 1]]
@@ -476,7 +481,7 @@ def _without_memory(group: Group) -> Group:
 
 
 def _marks(tensors: list[Tensor]) -> tuple[bytes, list[int]]:
-    """Tells later whether tensors were written. A write to a DTensor bumps its own version, and not that of its part."""
+    """To see later what was written. A write to a DTensor bumps its own version, and not that of its part."""
     parts = local(tensors)
     return marks(list(parts)), [] if parts is tensors else list(map(version_of, tensors))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ampctx import GradScaler, clip_grad_norm_
 from ampctx.amp import AmpSession
-from ampctx.optimizers import FusedAdam, SplitMasters
+from ampctx.optimizers import FusedAdam, Offloaded, SplitMasters
 
 # No tensor can be used that is made on "meta" by accident.
 DEFAULTS = {"fp64": (torch.float64, None), "bf16": (torch.bfloat16, None), "device": (torch.float32, "meta")}
@@ -20,7 +20,7 @@ LOW = {
     "8bit": lambda p: FusedAdam(p, state_dtype="8bit", min_8bit_size=1),
     "masters": lambda p: FusedAdam(p, master_weights=True),
     "split": lambda p: FusedAdam(p, master_weights="split", skip_nonfinite=True, skip_norm_above=1e3),
-    "offload": lambda p: FusedAdam(p, offload="cpu"),
+    "offload": lambda p: Offloaded(FusedAdam, p),
     "SplitMasters": lambda p: SplitMasters(torch.optim.SGD, p, momentum=0.9, skip_nonfinite=True),
 }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from kit import assert_same, no_host_sync, params_of, snapshot
-from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
+from optimizer_cases import BY_NAME, MODES, give, gradients, make, offloaded, parameters, run
 from torch import nn
 
-from ampctx.optimizers import FusedAdam, FusedLAMB
+from ampctx.optimizers import FusedAdam, FusedLAMB, Offloaded
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -108,8 +110,7 @@ def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(kind):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "lion"])
 def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
-    dtype, options = MODES[mode]
-    both = [BY_NAME[name](moved(parameters(dtype)), **options, offload=offload) for offload in (None, "cpu")]
+    both = [made(name, mode, moved(parameters(MODES[mode][0]))) for made in (make, offloaded)]
     for step in range(100):
         for optimizer in both:
             params = params_of(optimizer)
@@ -119,17 +120,16 @@ def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
             optimizer.step()
     assert_same(*([t.cpu() for t in snapshot(optimizer)] for optimizer in both))
     assert_same(*([p.grad.cpu() for p in params_of(optimizer)] for optimizer in both))
-    offloaded = both[1]
-    assert {t.device.type for state in offloaded.state.values() for t in state.values()} == {"cpu"}
-    assert all(twin.weight.is_pinned() and twin.grad.is_pinned() for twin in offloaded._offload._twins.values())
+    assert {t.device.type for state in both[1].state.values() for t in state.values()} == {"cpu"}
+    assert all(twin.is_pinned() and twin.grad.is_pinned() for twin in params_of(both[1].inner))
 
 
 def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow():
     found, taken = [], []
-    for options in ({}, {"offload": "cpu"}):
+    for kind in (FusedAdam, partial(Offloaded, FusedAdam)):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).bfloat16().to(DEVICE)
-        optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights="split", **options)
+        optimizer = kind(model.parameters(), lr=1e-3, master_weights="split")
         for step in range(100):
             for _ in range(2):
                 model(torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)).float().square().mean().backward()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, AmpWarning
-from ampctx.optimizers import FusedAdam, SplitMasters
+from ampctx.optimizers import FusedAdam, Offloaded, SplitMasters
 from ampctx.weights.store import STORES, joined
 
 KINDS = {**TORCHS_AND_OURS, "SplitMasters": partial(SplitMasters, torch.optim.NAdam, lr=0.01)}
@@ -63,7 +63,7 @@ def test_every_optimizer_resumes_bit_for_bit(name):
     assert_same(state, before)  # the run has its own tensors
 
 
-OFFLOAD = partial(TORCHS_AND_OURS["FusedAdam-split"], offload="cpu")
+OFFLOAD = partial(Offloaded, FusedAdam, lr=0.01, master_weights="split")
 
 
 @pytest.mark.parametrize(

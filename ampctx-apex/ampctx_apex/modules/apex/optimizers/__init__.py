@@ -28,7 +28,7 @@ class FusedMixedPrecisionLamb(optimizers.FusedLAMB):
         Others as for ``ampctx.optimizers.FusedLAMB``.
     """
 
-    _refused = ("offload", "master_weights")
+    _refused = ("master_weights",)
     param_groups_full_precision = optimizers.FusedLAMB.param_groups_master
 
     def __init__(
