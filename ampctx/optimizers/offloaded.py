@@ -70,7 +70,7 @@ class _Host:
     """What is made anew in a copy: the twins of ``members``, in order.
 
     seen: the marks of the members when the twins had their values.
-    given: the places of those whose twin has a gradient.
+    given: the places of those whose twin has a gradient. None: not known.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Host:
         self.weights: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.seen: tuple[bytes, list[int]] = b"", []
-        self.given: list[int] = []
+        self.given: list[int] | None = None
         self.is_checked = False  # whether ``inner`` steps such parameters with these options
         self.lanes: dict[torch.device, Lane] = {}
 
@@ -221,7 +221,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         if not new and same_items(members, host.members):
             return
         # First, as it frees memory. Then all weights go down again.
-        host.twins, host.weights, host.grads, host.given, host.seen = kept, [], [], [], (b"", [])
+        host.twins, host.weights, host.grads, host.given, host.seen = kept, [], [], None, (b"", [])
         parts = local(new)
         both = (buffers(parts, [kinds[p][i] for p in new]) for i in (0, 1))
         for p, weight, grad in zip(new, *both, strict=True):
@@ -314,27 +314,32 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             lane.finish()
         flag = None if arrived.found_inf is None else arrived.found_inf.value
         is_skipped = flag is not None and not is_fake(flag) and bool(flag != 0)
-        weights, count = local(host.weights), len(inner.state)
+        weights = local(host.weights)
+        for i in places if len(inner.state) < len(host.members) else ():
+            inner.state[host.weights[i]] = self.state[host.members[i]]  # a dict for both
         sizes = [weights[i].numel() for i in places]
         is_one = sum(sizes) <= CHUNK_ELEMENTS  # the usual case of many small ones
         chunks = [range(len(places))] if is_one else stacks(zip(repeat(None), sizes), CHUNK_ELEMENTS)
+
+        def up(chunk: list[int]) -> None:
+            if not is_skipped:
+                _copy(lanes, [parts[i] for i in chunk], [weights[i] for i in chunk])
+
+        stepping: list[int] = []
         try:
             for chunk in chunks:
-                self._give([places[i] for i in chunk])
-                try:
-                    inner.step(given=arrived)
-                finally:  # after an exception, too: a twin that has stepped is the parameter's value
-                    if not is_skipped:
-                        _copy(lanes, [parts[i] for i in host.given], [weights[i] for i in host.given])
+                stepping = [places[i] for i in chunk]
+                self._give(stepping)
+                inner.step(given=arrived)
+                up(stepping)
+                stepping = []
         finally:
+            up(stepping)  # after an exception, too: a twin that has stepped is the parameter's value
             for lane in lanes.values():
                 lane.be_followed()
             if not is_skipped:
                 wrote(stepped)
             host.seen = _marks(host.members)
-            if len(inner.state) != count:
-                made = ((p, inner.state.get(twin)) for p, twin in zip(host.members, host.weights, strict=True))
-                self.state.update((p, state) for p, state in made if state is not None)
         if step.unscales:
             # Unless it is skipped, as the step of an optimizer on the device does.
             unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in local(grads)}
@@ -345,7 +350,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         """Lets the twins at these places have a gradient, and no others."""
         host = self._host
         if places != host.given:
-            set_each([host.weights[i] for i in host.given], "grad", None)
+            host.given = None  # until all are set
+            set_each(host.weights, "grad", None)
             for i in places:
                 host.weights[i].grad = host.grads[i]
             host.given = places

@@ -9,8 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from faults import Fault, fault_at_line, lines_of
 from host_reads import OpCalls
 from kit import INF, assert_same, batch, each_copy, mlp, params_of, snapshot, start, through_a_file, train
+from kit import same as equal
 from optimizer_cases import CHANGES, MODES, give, gradients, make, offloaded, parameters, run
 from torch import nn
 
@@ -205,13 +207,18 @@ def test_amp_keeps_no_masters_beside_it(level):
     assert params_of(optimizer) == list(model.parameters())
 
 
-def test_too_little_host_memory_is_told_with_the_bytes():
+def test_too_little_host_memory_is_told_with_the_bytes(monkeypatch):
     few = nn.Parameter(torch.empty(2**10, dtype=torch.bfloat16, device="meta"))
     many = nn.Parameter(torch.empty(2**45, dtype=torch.bfloat16, device="meta"))
     # Weights and gradients 4, remainders 2, moments 8, and the step count.
     with pytest.raises(ampctx.AmpValueError, match=f"FusedAdam.* needs {14 * 2**45 + 4:,} bytes of host memory"):
         Offloaded(FusedAdam, [many], master_weights="split")
     optimizer = Offloaded(FusedAdam, [few], master_weights="split")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(
+        ampctx.AmpValueError, match=f"on this rank, {8 * (14 * 2**45 + 4):,} on all 8 ranks of this machine"
+    ):
+        Offloaded(FusedAdam, [many], master_weights="split")
     with pytest.raises(ampctx.AmpValueError, match=f"needs {14 * 2**45 + 10 * 2**10 + 8:,} bytes"):
         optimizer.add_param_group({"params": [many]})
     assert params_of(optimizer) == [few]
@@ -225,6 +232,28 @@ def test_a_compiled_step_leaves_the_graph():
             give(params_of(optimizer), gradients(params_of(optimizer), step))
             take()
     assert_alike((resident, other))
+
+
+def test_a_fault_at_any_line_leaves_each_parameter_as_before_or_whole():
+    def ready():
+        optimizer = offloaded("adam", "split")
+        run(optimizer, 1)
+        give(params_of(optimizer), gradients(params_of(optimizer), 1))
+        return optimizer
+
+    def found(optimizer):
+        return [[p, optimizer.state[p]] for p in params_of(optimizer)]
+
+    before, after = ready(), ready()
+    places = lines_of(after.step)
+    for place in places[::3]:
+        optimizer = ready()
+        with fault_at_line(place), pytest.raises(Fault):
+            optimizer.step()
+        for now, *either in zip(found(optimizer), found(before), found(after), strict=True):
+            assert any(equal(now[:1], each[:1]) and equal(now[1].values(), each[1].values()) for each in either), place
+        torch.set_grad_enabled(True)
+        optimizer.step()
 
 
 def test_what_a_step_refuses_changes_nothing():
@@ -247,6 +276,26 @@ def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step()
     with pytest.raises(ampctx.AmpValueError, match="is float16: pass master_weights=True"):
         optimizer.step()
     assert not optimizer.state
+
+
+def test_another_shape_is_refused_by_name():
+    optimizer = offloaded("adam", "fp32")
+    run(optimizer, 1)
+    p, before = params_of(optimizer)[4], snapshot(optimizer)
+    former, p.grad, p.data = p.data, None, torch.ones(18)
+    with pytest.raises(
+        ampctx.AmpError, match=r"\[4\] is of shape \(18,\) on cpu, and was of shape \(17,\) on cpu when"
+    ):
+        optimizer.step()
+    p.data = former
+    assert_same(snapshot(optimizer), before)
+    saved = optimizer.state_dict()
+    saved["state"][4]["exp_avg"] = torch.ones(18)
+    with pytest.raises(
+        ampctx.AmpValueError, match=r"'exp_avg' of param_groups\[0\]\['params'\]\[4\] has shape \(18,\)"
+    ):
+        optimizer.load_state_dict(saved)
+    assert_same(snapshot(optimizer), before)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
