@@ -27,6 +27,7 @@ FIGURES = ROOT / "benchmarks" / "results" / "figures.csv"
 WRITTEN = ("benchmarks/results", "docs/_static/gains.png")  # by `make bench`
 WARMUP_ROUNDS = 3
 AGAINST = ("torch-fused", "torch-default", "apex", "te", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
+AGAINST += ("deepspeed",)
 UNITS = {
     **dict.fromkeys(("time", "enter", "exit", "clip", "step", "zero_grad"), "ms"),
     "per further tensor": "us",

@@ -146,6 +146,8 @@ def ours(name: str, params: Iterable[Tensor], **more: Any) -> Any:
         return torch.optim.Adam(params, lr=LR, fused=True)
     if name == "LARC":
         return optimizers.LARC(optimizers.FusedSGD(params, **_SGD))
+    if name == "Offloaded":
+        return optimizers.Offloaded(optimizers.FusedAdam, params, **_ADAM, **more)
     return getattr(optimizers, name)(params, **_APEX[name], **more)
 
 
@@ -199,6 +201,7 @@ _ADAMW = {
     "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
     "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
     "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
+    "deepspeed": ("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
 }
 # Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
 INEXACT = ("bitsandbytes-8bit", "torchao-8bit")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from pathlib import Path
 
 import host
 import loop
+import offload
 import ops
 import start
 import tail
 from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
 from peers import OPTIMIZERS, packages
 
-SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start}
+SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start, "offload": offload}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
@@ -93,6 +95,8 @@ def entries(device: str) -> Iterator[Entry]:
     if device == "cpu":
         yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"))
         yield Entry("start", ())
+        known = "torch-fused,torch-default" + ",deepspeed" * bool(importlib.util.find_spec("deepspeed"))
+        yield from (Entry("offload", ("--threads", n, "--against", known)) for n in ("1", "2"))
     model = "gpt-small" if device == "cpu" else "resnet50"
     against = ",".join(("torch-fused", *peers(device)))
     yield Entry("loop", ("--device", device, "--model", model, "--against", against), goal=True)
@@ -109,7 +113,8 @@ def record(device: str, runs: int, rounds: int, output: Path) -> int:
                 continue
             file.unlink(missing_ok=True)
             start = time.monotonic()
-            done = subprocess.run([sys.executable, *entry.command(file, rounds)], cwd=ROOT)
+            environment = {**os.environ, "OMP_NUM_THREADS": entry.options[1] if "--threads" in entry.options else "1"}
+            done = subprocess.run([sys.executable, *entry.command(file, rounds)], cwd=ROOT, env=environment)
             print(f"({entry.name}, run {run + 1}: {time.monotonic() - start:.0f} s)\n", flush=True)
             if done.returncode:
                 failed += 1

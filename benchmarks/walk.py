@@ -36,12 +36,6 @@ class Entry(NamedTuple):
     function: str
 
 
-def _file_of(filename: str) -> str | None:
-    """The file below ampctx/, None for another one."""
-    path = Path(filename)
-    return str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else None
-
-
 def walked(call: Callable[[], Any]) -> list[Entry]:
     """The functions of ampctx that ``call`` enters."""
     entries: list[Entry] = []
@@ -56,11 +50,12 @@ def walked(call: Callable[[], Any]) -> list[Entry]:
         return 0
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
-        file = _file_of(frame.f_code.co_filename)
-        if event != "call" or file is None or frame in depths:
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(PACKAGE) or frame in depths:
             return
         depths[frame] = depth_below(frame.f_back)
-        entries.append(Entry(depths[frame], file, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)))
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        entries.append(Entry(depths[frame], str(path.relative_to(PACKAGE)), name))
 
     sys.setprofile(notice)
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import host
 import loop
 import measuring
+import offload
 import ops
 import peers
 import pytest
@@ -81,6 +82,13 @@ def test_ops_writes_a_case_for_each_op(tmp_path):
     found = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
     cases = ["unscale", "scale", "axpby", "l2norm", *(f"{name}.step" for name in peers.OPTIMIZERS)]
     assert all("ampctx" in sides(found, case) and len(sides(found, case)) > 1 for case in cases)
+
+
+def test_offload_times_steps_on_the_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found = run(offload, tmp_path, "--model", "digits", "--rounds", 2)
+    assert sides(found, "bf16 gradients") == ["ampctx", "Offloaded", "torch-fused"]
+    assert sides(found, "masters") == ["ampctx", "Offloaded", "split"]
 
 
 def test_host_gives_the_time_of_each_tensor(tmp_path):
