@@ -46,7 +46,9 @@ def test_errors_of_scale_loss(session):
         with session.scale_loss(loss, *args, **options):
             pytest.fail("the block was entered")
 
-    with pytest.raises(AmpError, match="Invoked 'with amp.scale_loss', but internal Amp state has not been initialized"):
+    with pytest.raises(
+        AmpError, match="Invoked 'with amp.scale_loss', but internal Amp state has not been initialized"
+    ):
         enter(torch.ones(()), [])
     model, optimizer = probe(session, "O2", n_losses=2)
     stranger = torch.optim.SGD(Probe().parameters(), lr=0.1)
