@@ -180,10 +180,6 @@ def test_the_cause_tells_the_message(message, cause, caplog):
     assert message in told(cause, caplog)
 
 
-def test_the_scaler_of_ampctx_does_not_cause_the_schedulers_warning(caplog):
-    assert "lr_scheduler" not in told(lambda: scheduler_after_a_skip(ampctx.GradScaler("cpu")), caplog)
-
-
 def test_every_heading_has_its_cause():
     """Here, or in a test that has these words."""
     assert {message for message, _ in CASES} | {*ELSEWHERE} >= set(HEADINGS)

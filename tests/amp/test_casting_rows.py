@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import LEVELS, LOW, backward
+from kit import LEVELS, LOW, backward, start
 from test_map_floating import SAMPLES, leaves
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -26,12 +26,10 @@ every_level = pytest.mark.parametrize("level", CAST_LEVELS)
 per_op = pytest.mark.parametrize("level", PER_OP)
 
 
-def initialized(session, model, level, **kwargs):
+def initialized(session, model, level):
     """The model and an SGD under amp, with a scale that no gradient here overflows."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125)
-    options = {"loss_scale": 8.0, "verbosity": 0, **kwargs}
-    session.initialize(model, optimizer, opt_level=level, **options)
-    return model, optimizer
+    make = functools.partial(torch.optim.SGD, lr=0.125)
+    return start(session, level, lambda ps: make(p for p in ps if p.requires_grad), model, loss_scale=8.0)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
