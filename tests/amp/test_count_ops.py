@@ -278,14 +278,7 @@ def test_compiled_models_run_op_by_op_and_stay_compiled(session):
     assert calls == ["compiled", "ran", "ran"]
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_data_parallel_models_run_without_their_wrapper(one_rank):
+def test_data_parallel_models_run_without_their_wrapper(mesh):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     x = torch.ones(8, 8)
     assert amp.count_ops(nn.DataParallel(model), x).calls("addmm") == 1
@@ -297,11 +290,10 @@ def test_data_parallel_models_run_without_their_wrapper(one_rank):
 
 
 @pytest.mark.parametrize("when", ["before-forward", "before-backward", "before-step"])
-def test_sharded_models_step_the_same(one_rank, when):
+def test_sharded_models_step_the_same(mesh, when):
     def train(when):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         for part in (model[1], model):
             torch.distributed.fsdp.fully_shard(part, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

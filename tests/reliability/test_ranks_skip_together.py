@@ -250,13 +250,6 @@ def test_four_ranks_and_pairs_of_them():
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'one'}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def test_what_is_no_group_is_refused_and_nothing_changed():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,18 +267,18 @@ def test_what_is_no_group_is_refused_and_nothing_changed():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
-def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(group, duplicate):
-    scaler = GradScaler("cpu", process_group=group)
+def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(mesh, duplicate):
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
     with pytest.raises(AmpError, match="belongs to this process. Save its state_dict"):
         duplicate(scaler)
     assert GradScaler("cpu").load_state_dict(scaler.state_dict()) is None
 
 
-def test_a_static_scale_needs_no_collective(group, monkeypatch):
+def test_a_static_scale_needs_no_collective(mesh, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: pytest.fail("a collective"))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = session_of(model, optimizer, "O2", group, loss_scale=128.0)
+    session = session_of(model, optimizer, "O2", dist.group.WORLD, loss_scale=128.0)
     backward(session, model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     session.reset()
