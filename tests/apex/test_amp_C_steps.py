@@ -1,6 +1,6 @@
-"""amp_C's optimizer steps against their formulas in fp64, its norms and update_scale_hysteresis.
+"""amp_C's optimizer steps against their formulas in fp64, and update_scale_hysteresis.
 
-test_multi_tensor_apply.py has scaling and plain norms.
+test_multi_tensor_apply.py has scaling and norms.
 """
 
 from functools import partial
@@ -339,28 +339,6 @@ def test_a_flag_that_is_set_lets_nothing_happen(dtype, name, dtypes, args):
     assert buf.tolist() == [1]
     call(name, lists, *args, buf=flag(0, dtype))
     assert not torch.equal(lists[1][0], before[1][0])
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["int32", "float32"])
-def buf(request, device):
-    return flag(dtype=getattr(torch, request.param), device=device)
-
-
-@OPTION("per_tensor", [True, False, None])
-@OPTION("sizes", SIZES)
-@OPTION("kind", FLOATS)
-def test_norms(buf, device, kind, sizes, per_tensor):
-    tensors = randn(SIZES[sizes], FLOATS[kind], device=device)
-    before = copies([tensors])
-    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], per_tensor)
-    norms = torch.stack([t.double().norm() for t in tensors])
-    torch.testing.assert_close(total, norms.norm().reshape(1).float())
-    torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
-    assert_same([tensors], before)
-    assert buf.item() == 0
 
 
 # --- update_scale_hysteresis ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rank_processes import RANK, counted_all_reduce, on_ranks
 from stepping import KINDS
 from torch import nn
 
-from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError, optimizers
+from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession, GradScaler
 
 START = 2.0**16
@@ -282,26 +282,3 @@ def test_a_static_scale_needs_no_collective(mesh, monkeypatch):
     backward(session, model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     session.reset()
-
-
-def test_gradients_that_have_become_views_are_taken_at_the_end_of_their_blocks():
-    """DistributedDataParallel makes gradients views into buckets, also after blocks in which they were none."""
-    found = []
-    for views in ((False, False), (True, True), (False, True)):
-        torch.manual_seed(0)
-        model, bucket = nn.Linear(4, 3), torch.zeros(15, dtype=torch.half)
-        optimizer, session = optimizers.FusedAdam(model.parameters(), lr=0.125), AmpSession()
-        session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
-        for i in range(6):
-            for _ in range(1 + i % 2):
-                with session.scale_loss(loss_of(model), optimizer) as scaled:
-                    scaled.backward()
-                    for p, view, is_view in zip(model.parameters(), bucket.split((12, 3)), views, strict=True):
-                        if is_view and i > 2:
-                            p.grad = view.view_as(p).copy_(p.grad)
-                bucket.fill_(float("nan"))
-            optimizer.step()
-            optimizer.zero_grad()
-        session.reset()
-        found.append(weights(model))
-    assert all(torch.equal(weight, found[0]) for weight in found)
