@@ -1,12 +1,11 @@
 """Each hint is said once, of the mistake that it is for, and of no correct program. Then the loop pays nothing."""
 
-import threading
 import warnings
 
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, assert_same, backward, batch, loss_of, mlp, probe, probes, start, train
+from kit import LEVELS, assert_same, backward, batch, in_thread, loss_of, mlp, probe, probes, start, train
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -89,12 +88,6 @@ def _by_grad(scaled, model):
         p.grad = grad
 
 
-def _in_a_thread(scaled, model):
-    thread = threading.Thread(target=scaled.backward)
-    thread.start()
-    thread.join()
-
-
 def _compiled(scaled, model):
     # Private by name, and what switches compiled autograd on for a graph that is there.
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
@@ -107,7 +100,7 @@ BACKWARDS = {
     "divided": lambda scaled, model: (scaled / 2 + scaled / 2).backward(),
     "create_graph": lambda scaled, model: (scaled + 0 * scaled.square()).backward(create_graph=True),
     "grad": _by_grad,
-    "thread": _in_a_thread,
+    "thread": lambda scaled, model: in_thread(scaled.backward),
     "compiled": pytest.param(_compiled, marks=pytest.mark.full),
     "none": lambda scaled, model: None,
 }
