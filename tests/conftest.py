@@ -8,6 +8,8 @@ from itertools import combinations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ampctx import AmpSession, AmpWarning
 
@@ -25,6 +27,14 @@ def sessions():
 def session(sessions):
     """A session of the test's own, undone afterwards."""
     return sessions()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Of this process alone, and a process group."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -19,22 +19,25 @@ import gc
 import json
 import logging
 import os
-import pickle
 import random
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kit import INF, LEVELS, NAN, OPTIMIZERS, in_thread, params_of, through_a_file
+from kit import HALF, INF, LEVELS, NAN, OPTIMIZERS, Factors, in_thread, params_of, through_a_file
 
 from ampctx import AmpSession, GradScaler, clip_grad_norm_, optimizers
 
@@ -42,11 +45,7 @@ ITERATIONS = 6
 SHAPES = {"a": (4, 3), "b": (3, 5), "c": (7,), "d": (1,), "e": (0,), "f": (2, 2), "g": (3, 5)}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 FACTORS = (torch.arange(40) * 5 % 17 - 8) / 8
-HALF = (torch.float16, torch.bfloat16)
-KINDS: dict[str, Callable[..., Any]] = {
-    **OPTIMIZERS,
-    "SplitMasters": partial(optimizers.SplitMasters, torch.optim.AdamW, lr=0.01),
-}
+KINDS = OPTIMIZERS | {"SplitMasters": partial(optimizers.SplitMasters, torch.optim.AdamW, lr=0.01)}
 # The same step in torch, for programs whose numbers torch knows, too.
 TORCH = {name: make for name, make in OPTIMIZERS.items() if "-" in name} | {
     "FusedAdam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0),
@@ -60,27 +59,8 @@ Seen = tuple[str, str, Any]
 RAISES = "raises"
 
 
-class Interrupted(Exception):
-    pass
-
-
 class Idle(Exception):
     """A feature has nothing to change."""
-
-
-class Model(nn.Module):
-    """The gradient of a parameter is its factor in the loss."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        for i, name in enumerate(names):
-            n = torch.Size(SHAPES[name]).numel()
-            value = torch.linspace(-1.1, 1.3, n) + i / 3  # 16 bits do not hold these
-            self.register_parameter(name, nn.Parameter(value.reshape(SHAPES[name])))
-        self.norm = nn.BatchNorm1d(3)  # stays fp32 at O2 and O5
-
-    def forward(self, factors: dict[str, Tensor]) -> Tensor:
-        return sum(((self.get_parameter(n).float() * f.float()).sum() for n, f in factors.items()), torch.zeros(()))
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
@@ -116,16 +96,12 @@ def two(items: list[Any]) -> list[Any]:
     return items if len(items) > 1 else pick((), 0)
 
 
-def tell(thing: Any, name: str, value: Any) -> None:
-    setattr(thing, name, value)
-
-
 Do = Callable[["Run", int, int], Any]
 
 
 def of_grad(change: Callable[[Tensor, int], Any], stepped: bool = False) -> Do:
     """Replaces the gradient of a parameter, or of one that an optimizer steps."""
-    return lambda run, n, k: tell(p := pick(run.with_grads(stepped), n), "grad", change(p.grad.detach(), k))
+    return lambda run, n, k: setattr(p := pick(run.with_grads(stepped), n), "grad", change(p.grad.detach(), k))
 
 
 def of_weight(change: Callable[[Any, int], Any], stepped: bool = False) -> Do:
@@ -197,11 +173,11 @@ PLACED: dict[str, dict[str, Do]] = {
         "drop_param": of_members(lambda groups, own, k: two(own).pop(k % len(own))),
         "add_group": lambda run, n, k: run.opts[0].add_param_group({"params": [run.model.get_parameter("f")]}),
         "freeze": of_weight(lambda p, k: p.requires_grad_(not p.requires_grad)),
-        "replace_data": of_weight(lambda p, k: tell(p, "data", form(p.data * 0.5, k))),
-        "strided_weight": of_weight(lambda p, k: tell(p, "data", form(p.data, k))),
+        "replace_data": of_weight(lambda p, k: setattr(p, "data", form(p.data * 0.5, k))),
+        "strided_weight": of_weight(lambda p, k: setattr(p, "data", form(p.data, k))),
         "copy_into_weight": of_weight(lambda p, k: p.copy_(torch.full_like(p, k % 4 / 4))),
         "edit_master": of_weight(lambda p, k: p.mul_(0.5), stepped=True),
-        "master_elsewhere": of_weight(lambda p, k: tell(p, "data", form(p.data, k)), stepped=True),
+        "master_elsewhere": of_weight(lambda p, k: setattr(p, "data", form(p.data, k)), stepped=True),
         "swap": of_weight(lambda p, k: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))),
         "state_in_place": of_state(lambda t, k: t.mul_(0.5)),
         "state_replaced": of_state(form),
@@ -320,8 +296,7 @@ def is_in_torch(program: Program) -> bool:
 def is_near(program: Program) -> bool:
     """Whether norms of several dtypes are joined: rounded parts add up in another order."""
     clips = any("clip" in name for name, *_ in program["features"])
-    is_lamb = program["start"]["kind"] == "FusedLAMB"
-    return is_lamb or (clips and program["start"]["level"] in ("O2", "O5"))
+    return program["start"]["kind"] == "FusedLAMB" or (clips and program["start"]["level"] in ("O2", "O5"))
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -340,9 +315,7 @@ class Run:
         self.buckets, self.kept, self.opts = list[Tensor](), list[Tensor](), list[Any]()
         self.session, self.scaler = AmpSession(), None
         torch.manual_seed(0)
-        self.model = Model(self.start["names"]).to(DTYPES[self.start["dtype"]])
-
-    # What features ask for.
+        self.model = Factors({name: SHAPES[name] for name in self.start["names"]}).to(DTYPES[self.start["dtype"]])
 
     @property
     def inner_opts(self) -> list[Any]:
@@ -359,8 +332,6 @@ class Run:
         if name in self.now:
             self.asked.add(name)
         return name in self.now
-
-    # Running.
 
     def initialize(self) -> None:
         if self.start["level"] is None or self.is_torch:
@@ -388,14 +359,12 @@ class Run:
             self.scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
 
     def __call__(self) -> tuple[list[Seen], Counter[str]]:
-        try:
-            if self.attempt("start", self.begin):
-                for i in self.program["iterations"]:
-                    self.where = f"iteration {i}"
-                    self.iterate(i)
-                    self.attempt("look", self.look)
-        finally:
-            self.attempt("reset", self.session.reset)
+        if self.attempt("start", self.begin):
+            for i in self.program["iterations"]:
+                self.where = f"iteration {i}"
+                self.iterate(i)
+                self.attempt("look", self.look)
+        self.attempt("reset", self.session.reset)
         self.where = "after reset"
         self.attempt("look", self.look)
         return self.seen, self.did
@@ -409,7 +378,7 @@ class Run:
             return False
         except Exception as error:
             self.seen.append((self.where, what, (RAISES, type(error).__name__, str(error)[:200])))
-            if not isinstance(error, Interrupted):
+            if not isinstance(error, InterruptedError):
                 return False
         finally:
             done, self.asked = self.asked, outer
@@ -463,13 +432,13 @@ class Run:
         loss = self.loss(number)
         with self.scaled(loss, is_last) as scaled:
             if not is_inner and self.has("raise_before"):
-                raise Interrupted
+                raise InterruptedError
             if not is_inner and (self.has("inner_block") or self.has("raise_in_inner")):
                 self.block(number + 1, True, True)
             scaled.backward()
             self.do("block")
             if self.has("raise_in_inner" if is_inner else "raise_after"):
-                raise Interrupted
+                raise InterruptedError
 
     @contextlib.contextmanager
     def scaled(self, loss: Tensor, is_last: bool) -> Iterator[Tensor]:
@@ -502,8 +471,6 @@ class Run:
         if "f" in self.start["names"]:
             self.model.get_parameter("f").grad = None
 
-    # Looking.
-
     def see(self, what: str, value: Any) -> None:
         if isinstance(value, Tensor):
             t = value.detach()
@@ -534,42 +501,16 @@ class Run:
             self.see("scale", self.session.loss_scale() * self.divided)
 
 
-def serve() -> None:
-    """Answers (program, is_torch, is_plain) by what its run has seen and done, until there are no more."""
+def begin() -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
     gc.freeze()
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    with contextlib.suppress(EOFError):
-        while True:
-            pickle.dump(Run(*pickle.load(sys.stdin.buffer))(), answers)
-            answers.flush()
 
 
-class Server:
-    """A process that runs programs, started again where it has died."""
-
-    def __init__(self, plans: bool) -> None:
-        self.plans, self.process = plans, None
-
-    def ask(self, program: Program, is_torch: bool = False) -> None:
-        if self.process is None:
-            environment = {**os.environ, "AMPCTX_PLAN": str(int(self.plans)), "OMP_NUM_THREADS": "1"}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.process = subprocess.Popen([sys.executable, __file__, "--serve"], env=environment, **pipes)
-        pickle.dump((program, is_torch, not self.plans), self.process.stdin)
-        self.process.stdin.flush()
-
-    def answer(self) -> tuple[list[Seen], Counter[str]]:
-        try:
-            return pickle.load(self.process.stdout)
-        except (EOFError, pickle.UnpicklingError):
-            return [("process", "ended", str(self.close()))], Counter()
-
-    def close(self) -> Any:
-        process, self.process = self.process, None
-        return process and (process.communicate(), process.returncode)[1]
+def answer(*question: Any) -> tuple[list[Seen], Counter[str]]:
+    """What a run of (program, is_torch, is_plain) has seen and done."""
+    return Run(*question)()
 
 
 # --- comparing and shrinking ------------------------------------------------------------------------------------------
@@ -590,9 +531,7 @@ def _same(a: Any, b: Any, near: float | None, any_dtype: bool) -> bool:
     x, y = _values(a), _values(b)
     if not x.is_floating_point():  # codes, remainders
         return near is not None
-    if near is None:
-        return torch.equal(x.isnan(), y.isnan()) and torch.equal(*(t.nan_to_num(0, INF, -INF) for t in (x, y)))
-    wide = max(near, 0.01 if x.dtype in HALF else 0.0)
+    wide = 0.0 if near is None else max(near, 0.01 if x.dtype in HALF else 0.0)
     return torch.allclose(x.double(), y.double(), rtol=wide, atol=wide, equal_nan=True)
 
 
@@ -605,23 +544,34 @@ def difference(ours: list[Seen], theirs: list[Seen], near: float | None = None, 
 
 
 class Fuzz:
-    """``counts``: programs of each sort, and how often each feature did something."""
+    """``counts``: programs of each sort, and how often each feature did something. ``pools``: with plans, without."""
 
     def __init__(self) -> None:
-        self.planned, self.plain, self.counts = Server(True), Server(False), Counter[str]()
+        self.counts, self.pools = Counter[str](), dict[bool, ProcessPoolExecutor]()
+
+    def ask(self, plans: bool, program: Program, is_torch: bool = False) -> Future[tuple[list[Seen], Counter[str]]]:
+        with mock.patch.dict(os.environ, {"AMPCTX_PLAN": str(int(plans)), "OMP_NUM_THREADS": "1"}):
+            if plans not in self.pools:
+                self.pools[plans] = ProcessPoolExecutor(1, get_context("spawn"), begin)
+            return self.pools[plans].submit(answer, program, is_torch, not plans)
 
     def check(self, program: Program) -> str:
         """What is wrong with a program, "" if nothing is."""
-        for server in (self.planned, self.plain):
-            server.ask(program)
-        (ours, did), (plain, _) = self.planned.answer(), self.plain.answer()
+        try:
+            return self.compare(program)
+        except BrokenProcessPool as error:
+            self.pools.clear()
+            return str(error)
+
+    def compare(self, program: Program) -> str:
+        asked = [self.ask(plans, program) for plans in (True, False)]
+        (ours, did), (plain, _) = [one.result() for one in asked]
         self.counts.update(did, programs=1, refused=ours[0][:2] == ("start", "start"))
         if found := difference(ours, plain, 1e-3 if is_near(program) else None):
             return f"with plans {found}"
         if not is_in_torch(program):
             return ""
-        self.plain.ask(program, True)
-        torchs, _ = self.plain.answer()
+        torchs, _ = self.ask(False, program, True).result()
         if any(value[0] == RAISES for seen in (ours, torchs) for _, _, value in seen):
             return ""
         self.counts["beside torch"] += 1
@@ -635,21 +585,16 @@ class Fuzz:
         """Leaves out iterations, then features, then options, while the program fails."""
         found: Program | None = program
         while found:
-            program, found = found, None
-            for smaller in _smaller(program):
-                most -= 1
-                if most > 0 and self.check(smaller):
-                    found = smaller
-                    break
+            program, tried = found, islice(_smaller(found), most)
+            found = next((smaller for smaller in tried if self.check(smaller)), None)
         return program
 
 
 def _smaller(program: Program) -> Iterator[Program]:
     start, features = program["start"], program["features"]
     for key in ("iterations", "features"):
-        for n in (len(program[key]) // 2, 1):
-            for i in range(len(program[key]) - n, -1, -1) if n else ():
-                yield {**program, key: program[key][:i] + program[key][i + n :]}
+        for i in reversed(range(len(program[key]))):
+            yield {**program, key: program[key][:i] + program[key][i + 1 :]}
     for i, (*feature, at) in enumerate(features):
         for j in at if len(at) > 1 else ():
             fewer = [*feature, [other for other in at if other != j]]
@@ -670,7 +615,6 @@ def fuzz(programs: Any, most_failures: int = 10) -> tuple[list[str], Counter[str
             print(failures[-1], flush=True)
             if len(failures) >= most_failures:
                 break
-    run.planned.close(), run.plain.close()
     return failures, run.counts
 
 
@@ -680,11 +624,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--program", type=json.loads, help="one program as it was printed")
     parser.add_argument("--failures", type=int, default=10, help="ends after so many; default 10")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return 0
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
     programs = [arguments.program] if arguments.program else map(drawn, seeds)
     failures, counts = fuzz(programs, arguments.failures)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import pickle
 import threading
 import warnings
@@ -172,6 +173,20 @@ class Probe(nn.Module):
 
     def loss(self, factor: float) -> Tensor:
         return sum((p.float() * factor).sum() for p in self.parameters())
+
+
+class Factors(nn.Module):
+    """Weights that 16 bits do not hold, and a BatchNorm, fp32 at O2 and O5: their gradients are the loss's factors."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        super().__init__()
+        for i, (name, shape) in enumerate(shapes.items()):
+            value = torch.linspace(-1.1, 1.3, math.prod(shape)) + i / 3
+            self.register_parameter(name, nn.Parameter(value.reshape(shape)))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, factors: dict[str, Tensor]) -> Tensor:
+        return sum(((self.get_parameter(n).float() * f.float()).sum() for n, f in factors.items()), torch.zeros(()))
 
 
 START = 4096.0  # a gradient of 8 still fits into fp16 at this scale

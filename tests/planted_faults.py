@@ -385,7 +385,7 @@ FAULTS = [
     Fault(
         "an update reads the flag on the host", "ampctx",
         "if found_inf.device != scale.device:", "if found_inf.item() and found_inf.device != scale.device:",
-        f"{AMP}device_steps.py",
+        f"{ROWS}endless_overflows.py",
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import LEVELS, LOW, backward
+from kit import LEVELS, LOW, backward, start
 from test_map_floating import SAMPLES, leaves
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -26,12 +26,10 @@ every_level = pytest.mark.parametrize("level", CAST_LEVELS)
 per_op = pytest.mark.parametrize("level", PER_OP)
 
 
-def initialized(session, model, level, **kwargs):
+def initialized(session, model, level):
     """The model and an SGD under amp, with a scale that no gradient here overflows."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125)
-    options = {"loss_scale": 8.0, "verbosity": 0, **kwargs}
-    session.initialize(model, optimizer, opt_level=level, **options)
-    return model, optimizer
+    make = functools.partial(torch.optim.SGD, lr=0.125)
+    return start(session, level, lambda ps: make(p for p in ps if p.requires_grad), model, loss_scale=8.0)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -148,18 +146,11 @@ def test_containers_go_through_a_model(session, level, name):
 @pytest.mark.parametrize("outputs_as", [HALF, BF16, FLOAT, DOUBLE], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_cast_model_outputs(session, level, outputs_as):
-    class Linear(nn.Linear):
-        def forward(self, x):
-            self.ran_in = super().forward(x)
-            return {"out": [self.ran_in], "count": torch.tensor(3), "name": "a", "none": None}
-
-    model = session.initialize(Linear(4, 2), opt_level=level, cast_model_outputs=outputs_as, verbosity=0)
-    result = model(torch.randn(3, 4, dtype=DOUBLE if level in LOW else FLOAT))
-    assert model.ran_in.dtype == LOW_OF.get(level, FLOAT)
-    assert result["out"][0].dtype == outputs_as
-    assert (result["count"].dtype, result["name"], result["none"]) == (torch.int64, "a", None)
-    result["out"][0].sum().backward()
-    assert model.weight.grad.dtype == model.weight.dtype
+    """``Echo`` gives back what it computes in; words and integers stay."""
+    model = session.initialize(Echo(), opt_level=level, cast_model_outputs=outputs_as, verbosity=0)
+    out, count = model({"out": [torch.ones(3)], "name": "a", "none": None}, word=torch.tensor(3))
+    assert model.seen[0]["out"][0].dtype == LOW.get(level, FLOAT)
+    assert (out["out"][0].dtype, out["name"], out["none"], count.dtype) == (outputs_as, "a", None, torch.int64)
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -271,20 +262,11 @@ def test_forward_and_loss_are_cast_and_backward_and_step_are_not(session, level)
     def note(where):
         seen.setdefault(where, set()).add(torch.mm(torch.eye(2), torch.eye(2)).dtype)
 
-    class Watches(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            note("forward")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            note("backward")
-            return grad
-
     class Linear(nn.Linear):
         def forward(self, x):
-            return Watches.apply(super().forward(x))
+            note("forward")
+            (out := super().forward(x)).register_hook(lambda grad: note("backward"))
+            return out
 
     class Optimizer(torch.optim.SGD):
         def step(self, closure=None):

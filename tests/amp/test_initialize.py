@@ -103,12 +103,12 @@ def test_wrong_types(session, models, optimizers, message):
 
 def test_an_optimizer_goes_through_once(session):
     _model, optimizer = start(session, "O0", "SGD-foreach")
-    with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
+    with pytest.raises(AmpError, match="A given optimizer should only be passed through amp.initialize once"):
         session.initialize(mlp(), optimizer, opt_level="O0", verbosity=0)
     session.reset()
     session.initialize(mlp(), optimizer, opt_level="O0", verbosity=0)
     other = sgd(mlp())
-    with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
+    with pytest.raises(AmpError, match="A given optimizer should only be passed through amp.initialize once"):
         session.initialize(mlp(), [other, other], opt_level="O0", verbosity=0)
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from kit import INF, Probe, backward, parameter, probe, ready, scale_of, scales
+from kit import INF, LEVELS, Probe, backward, parameter, probe, ready, scale_of, scales
 
 from ampctx import AmpError, AmpIndexError, GradScaler
 from ampctx._errors import AmpTypeError, AmpValueError
@@ -18,9 +18,10 @@ def test_bounds_hold_and_growth_never_reaches_inf():
     assert scales(GradScaler("cpu", init_scale=2.0**120, growth_interval=1), [0] * 50)[-1] == 2.0**127
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("scale", "skips"), [(0.1, False), (8.0, True)])
-def test_a_static_scale_stays_and_counts_blocks(session, scale, skips):
-    model, optimizer = probe(session, "O1", loss_scale=scale, skip_nonfinite=skips)
+def test_a_static_scale_stays_and_counts_blocks(session, level, scale, skips):
+    model, optimizer = probe(session, level, loss_scale=scale, skip_nonfinite=skips)
     clean = 0
     for factor in (1.0, INF, 1.0):
         backward(session, model.loss(factor), optimizer)
@@ -28,6 +29,8 @@ def test_a_static_scale_stays_and_counts_blocks(session, scale, skips):
         optimizer.zero_grad()
         clean = 0 if skips and factor == INF else clean + 1
         assert session.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": clean}}
+    assert session.skipped_steps(optimizer) == skips
+    assert model.weight.isfinite().all() == skips
 
 
 def test_a_graph_built_before_an_update_runs_backward_after_it(session):
@@ -183,13 +186,6 @@ def test_what_it_refuses():
     ):
         with pytest.raises(kind, match=message):
             call()
-
-
-def test_a_static_scale_counts_clean_updates_alone():
-    scale = LossScale(8.0, dynamic=False)
-    for flag in (0.0, 1.0, 0.0):
-        scale.update(torch.tensor(flag))
-    assert scale.state_dict() == {"loss_scale": 8.0, "unskipped": 2}
 
 
 def test_its_text_reads_no_accelerator():

@@ -26,10 +26,6 @@ def test_the_format_of_apex(session, tmp_path):
     with pytest.raises(AmpError, match="before amp.initialize"):
         session.load_state_dict({})
     init(session, 2)
-    assert session.state_dict() == {"loss_scaler0": FRESH, "loss_scaler1": FRESH}
-    destination = {"epoch": 3}
-    assert session.state_dict(destination) is destination
-    assert list(destination) == ["epoch", "loss_scaler0", "loss_scaler1"]
     torch.save(session.state_dict(), tmp_path / "amp.pt")
     session.load_state_dict(torch.load(tmp_path / "amp.pt", weights_only=True))
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from kit import LEVELS, OPTIMIZERS, Net, assert_same, goes_on_where_dynamo_ends, start, train
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import init_device_mesh
 
 from ampctx import AmpError
 from ampctx.distributed import fully_shard, mixed_precision_policy
@@ -79,13 +77,6 @@ def refusal(wrap, order, level):
     if wrap == "fully_shard" and level == "O3":
         return "O3 with master_weights=False does not work under fully_shard"
     return None
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def model():

@@ -1,6 +1,6 @@
-"""amp_C's optimizer steps against their formulas in fp64, its norms and update_scale_hysteresis.
+"""amp_C's optimizer steps against their formulas in fp64, and update_scale_hysteresis.
 
-test_multi_tensor_apply.py has scaling and plain norms.
+test_multi_tensor_apply.py has scaling and norms.
 """
 
 from functools import partial
@@ -341,57 +341,19 @@ def test_a_flag_that_is_set_lets_nothing_happen(dtype, name, dtypes, args):
     assert not torch.equal(lists[1][0], before[1][0])
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["int32", "float32"])
-def buf(request, device):
-    return flag(dtype=getattr(torch, request.param), device=device)
-
-
-@OPTION("per_tensor", [True, False, None])
-@OPTION("sizes", SIZES)
-@OPTION("kind", FLOATS)
-def test_norms(buf, device, kind, sizes, per_tensor):
-    tensors = randn(SIZES[sizes], FLOATS[kind], device=device)
-    before = copies([tensors])
-    total, each = amp_C.multi_tensor_l2norm_mp(65536, buf, [tensors], per_tensor)
-    norms = torch.stack([t.double().norm() for t in tensors])
-    torch.testing.assert_close(total, norms.norm().reshape(1).float())
-    torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
-    assert_same([tensors], before)
-    assert buf.item() == 0
-
-
 # --- update_scale_hysteresis ------------------------------------------------------------------------------------------
 
 
-class Reference:
+def updated(scale, clean, left, overflows, growth, backoff, interval, hysteresis):
     """Section by section as the rule is told, in Python numbers; numbers below the normal ones are 0."""
-
-    def __init__(self, scale, growth, backoff, interval, hysteresis):
-        self.scale, self.clean, self.left = scale, 0, hysteresis
-        self.growth, self.backoff, self.interval, self.hysteresis = growth, backoff, interval, hysteresis
-
-    def update(self, found_inf):
-        if found_inf > 0:
-            self.left -= 1
-            if self.left > 0:
-                self.clean = 0
-                return
-        if found_inf:
-            self.scale *= self.backoff
-            if self.scale < torch.finfo(torch.float32).tiny:
-                self.scale = 0.0
-            self.clean = 0
-        else:
-            self.clean += 1
-            if self.clean == self.interval:
-                if self.scale * self.growth <= torch.finfo(torch.float32).max:
-                    self.scale *= self.growth
-                self.clean = 0
-        if found_inf <= 0:
-            self.left = self.hysteresis
+    left = left - 1 if overflows else hysteresis
+    if overflows and left > 0:
+        return scale, 0, left
+    if overflows:
+        return scale * backoff if scale * backoff >= torch.finfo(torch.float32).tiny else 0.0, 0, left
+    if clean + 1 < interval:
+        return scale, clean + 1, left
+    return scale * growth if scale * growth <= torch.finfo(torch.float32).max else scale, 0, left
 
 
 @OPTION("hysteresis", [1, 2, 10])
@@ -401,7 +363,7 @@ class Reference:
 def test_hysteresis(device, growth, backoff, interval, hysteresis):
     for init in (1.0, 1024.0, 65536.0):
         rule = (growth, backoff, interval, hysteresis)
-        want = Reference(init, *rule)
+        want = init, 0, hysteresis
         scale = torch.tensor([init], device=device)
         clean = torch.zeros(1, dtype=torch.int32, device=device)
         left = torch.full((1,), hysteresis, dtype=torch.int32, device=device)
@@ -412,8 +374,8 @@ def test_hysteresis(device, growth, backoff, interval, hysteresis):
         for found_inf in overflows:
             given = torch.tensor([float(found_inf)], device=device)
             assert amp_C.update_scale_hysteresis(scale, clean, left, given, *rule) is scale
-            want.update(found_inf)
-            assert (scale.item(), clean.item(), left.item()) == (want.scale, want.clean, want.left)
+            want = updated(*want, found_inf, *rule)
+            assert (scale.item(), clean.item(), left.item()) == want
 
 
 GOOD = [torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.zeros(1)]

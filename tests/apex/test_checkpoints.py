@@ -71,7 +71,7 @@ def made_by_apex(name, model, optimizer, steps, masters=True):
         for added in ("maximize", "seed", "amsgrad", "lr_decay"):
             group.pop(added, None)
         if name in ("adam", "lamb", "novograd"):
-            group["step"] = steps
+            group["step"] = torch.tensor([steps], dtype=torch.int32) if name == "lamb" else steps
         if name == "novograd":
             states = [content["optimizer"]["state"][key] for key in group["params"]]
             # By dtype of what is stepped: the masters are fp32.
@@ -90,7 +90,10 @@ def test_a_checkpoint_of_apex_resumes_at_every_level(name, level):
     amp.reset()
 
     model, optimizer = start(amp, level, FUSED[name], mlp(1))
+    kept = copy.deepcopy(content["optimizer"])
     resume(content, model, optimizer)
+    assert_same(content["optimizer"], kept)
+    assert "step" not in optimizer.param_groups[0]
     assert amp.state_dict() == SCALES
     dtype = {"O3": torch.float16}.get(level, torch.float32)
     for i, (p, saved) in enumerate(zip(amp.master_params(optimizer), content["master params"], strict=True)):

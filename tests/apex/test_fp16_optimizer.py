@@ -12,7 +12,7 @@ import torch
 from apex import amp, optimizers
 from apex.contrib import optimizers as contrib
 from apex.fp16_utils import FP16_Optimizer
-from kit import assert_same, through_a_file
+from kit import assert_same, batch, params_of, through_a_file
 from torch import nn
 
 import ampctx
@@ -44,8 +44,7 @@ of_contrib = partial(made, contrib.FP16_Optimizer, contrib.FusedAdam)
 
 
 def loss_of(model, seed=0, factor=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(5, 3, generator=generator).to(model[0].weight.dtype)
+    x = batch(seed, 5, 3).to(model[0].weight.dtype)
     return (model[2](model[1](model[0](x).float()).to(x.dtype)).float() * factor).pow(2).mean()
 
 
@@ -58,10 +57,6 @@ def run(model, optimizer, steps=3):
 
 def tensors_of(value):
     return [t.detach().clone() for t in value]
-
-
-def grads_of(optimizer):
-    return [p.grad for group in optimizer.param_groups for p in group["params"]]
 
 
 # --- masters ----------------------------------------------------------------------------------------------------------
@@ -127,10 +122,10 @@ def test_losses_add_up_when_the_masters_wait():
     assert optimizer.all_fp32_from_fp16_params[0].grad is None
     optimizer.backward(loss, update_master_grads=False)
     optimizer.update_master_grads()
-    twice = tensors_of(grads_of(optimizer))
+    twice = tensors_of([p.grad for p in params_of(optimizer)])
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
-    for a, b in zip(twice, grads_of(optimizer), strict=True):
+    for a, b in zip(twice, [p.grad for p in params_of(optimizer)], strict=True):
         assert torch.equal(a, 2 * b)
 
 
@@ -257,10 +252,10 @@ def test_a_closure_that_overflows_at_every_scale_is_an_error():
 def test_clip_master_grads(norm_type):
     model, optimizer = of_fp16_utils(static_loss_scale=16.0)
     optimizer.backward(loss_of(model))
-    grads = torch.cat([g.flatten() for g in grads_of(optimizer)])
+    grads = torch.cat([g.flatten() for g in [p.grad for p in params_of(optimizer)]])
     norm = optimizer.clip_master_grads(0.01, norm_type=norm_type)
     torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))
-    clipped = torch.cat([g.flatten() for g in grads_of(optimizer)])
+    clipped = torch.cat([g.flatten() for g in [p.grad for p in params_of(optimizer)]])
     torch.testing.assert_close(clipped, grads * 0.01 / (norm + 1e-6))
 
 

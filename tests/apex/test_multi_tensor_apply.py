@@ -5,7 +5,13 @@ import math
 import apex_on_ranks  # noqa: F401
 import pytest
 import torch
-from amp_C import multi_tensor_axpby, multi_tensor_l2norm, multi_tensor_scale, multi_tensor_unscale_l2norm
+from amp_C import (
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_l2norm_mp,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+)
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from rank_processes import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,15 +76,14 @@ def test_axpby(applier, flag, arg_to_check, raised):
     assert flag.tolist() == [raised]
 
 
+NORMS = [(multi_tensor_l2norm, 1.0), (multi_tensor_l2norm_mp, 1.0), (multi_tensor_unscale_l2norm, 0.25)]
+
+
 @pytest.mark.parametrize("per_tensor", [True, False, None])
-@pytest.mark.parametrize("inv_scale", [None, torch.tensor([0.25])], ids=["l2norm", "unscale_l2norm"])
-def test_norms_have_the_shapes_of_apex(applier, flag, inv_scale, per_tensor):
+@pytest.mark.parametrize(("norm", "factor"), NORMS)
+def test_norms_have_the_shapes_of_apex(applier, flag, norm, factor, per_tensor):
     given = tensors()
-    if inv_scale is None:
-        total, each = applier(multi_tensor_l2norm, flag, [given], per_tensor)
-    else:
-        total, each = applier(multi_tensor_unscale_l2norm, flag, [given], inv_scale, per_tensor)
-    factor = 1.0 if inv_scale is None else 0.25
+    total, each = applier(norm, flag, [given], *([torch.tensor([factor])] if factor < 1 else []), per_tensor)
     assert total.shape == (1,)
     assert each.shape == ((5,) if per_tensor else (0,))
     torch.testing.assert_close(total, torch.cat(given).norm().reshape(1) * factor, rtol=1e-4, atol=0)

@@ -9,7 +9,6 @@ import torch
 from kit import assert_same, backward, same, start
 from optimizer_cases import SHAPES, STEPPED_BY, give, masters_of, parameters
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ampctx import GradScaler, clip_grad_norm_, distributed
@@ -176,13 +175,6 @@ def test_gradients_keep_their_dtype_when_the_model_is_cast_and_restored(session,
 
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", LEVELS_HERE)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from kit import backward, muon
+from kit import backward, batch, muon
 from rank_processes import RANK, RANKS, all_ranks, distance, flat_mesh, on_ranks, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,10 +71,6 @@ def two_dimensions() -> nn.Module:
     return fsdp(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
 
 
-def data(step) -> torch.Tensor:
-    return torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
-
-
 def stepped(model, kind, api) -> None:
     """Trains on the same batches everywhere."""
     optimizer = KINDS[kind](model.parameters())
@@ -83,7 +79,7 @@ def stepped(model, kind, api) -> None:
         session.initialize(model, optimizer, opt_level=api, loss_scale="dynamic", verbosity=0)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(data(step)).float().square().mean()
+        loss = model(batch(step, 8, 5)).float().square().mean()
         if step == OVERFLOW_AT:
             loss = loss * torch.inf
         if session.policy is None:
@@ -135,7 +131,7 @@ def test_a_step_with_gradients_on_one_rank_returns_on_all(kind):
     parts, before = {}, {}
     for m, distributed in ((model, True), (alone, False)):
         optimizer = KINDS[kind](m.parameters())
-        m(data(0)).square().mean().backward()
+        m(batch(0, 8, 5)).square().mean().backward()
         for name, p in m.named_parameters():
             if distributed:
                 parts[name], before[name] = p.grad.to_local().clone(), p.detach().to_local().clone()
@@ -162,7 +158,7 @@ def test_bf16_parameters_with_remainders(make):
         optimizer = make(model.parameters(), lr=0.01, weight_decay=0.01, master_weights="split")
         for step in range(5):
             optimizer.zero_grad()
-            model(data(step).bfloat16()).float().square().mean().backward()
+            model(batch(step, 8, 5).bfloat16()).float().square().mean().backward()
             optimizer.step()
     assert distance(*map(weights, models)) == 0.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from functools import partial
@@ -11,7 +10,7 @@ import pytest
 import torch
 from kit import COPIES, assert_same, params_of, snapshot
 from kit import through_a_file as saved
-from optimizer_cases import BY_NAME, SHAPES, STATE, like, make, parameters, run, run_alike
+from optimizer_cases import BY_NAME, SHAPES, STATE, like, make, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpKeyError, AmpValueError
@@ -94,21 +93,6 @@ def as_apex_saves(optimizer, dtype, step):
             group.pop(added, None)
         group["step"] = step
     return checkpoint
-
-
-@pytest.mark.parametrize("step", [3, torch.tensor([3], dtype=torch.int32)], ids=["int", "tensor"])
-@pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_apexs_step_of_the_group_becomes_that_of_its_parameters(name, step):
-    options = {"amsgrad": False} if name == "adam" else {}
-    optimizer = BY_NAME[name](parameters(), **options)
-    run(optimizer, 3)
-    resumed = BY_NAME[name](like(optimizer), **options)
-    given = as_apex_saves(optimizer, torch.float32, step)
-    kept = copy.deepcopy(given)
-    resumed.load_state_dict(given)
-    torch.testing.assert_close(given, kept)
-    assert "step" not in resumed.param_groups[0]
-    run_alike(resumed, optimizer)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])

@@ -3,9 +3,11 @@
 from functools import partial
 
 import pytest
-from kit import OPTIMIZERS, loss_of, mlp, snapshot, start
+import torch
+from kit import OPTIMIZERS, backward, loss_of, mlp, snapshot, start
+from torch import nn
 
-from ampctx import GradScaler
+from ampctx import AmpSession, GradScaler
 
 ON_DEVICE = (
     *("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "LARC", "AdamW-fused", "SGD-fused"),
@@ -85,3 +87,25 @@ class ScalerLoop(Loop):
 
     def outcome(self):
         return self.scaler.outcome(self.optimizer)
+
+
+class Training:
+    """A small model under a dynamic scale, in a session of its own."""
+
+    def __init__(self, level, kind="plain", **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+        self.session = AmpSession()
+        make = KINDS[kind] if isinstance(kind, str) else kind
+        self.model, self.optimizer = start(self.session, level, make, model, loss_scale="dynamic", **options)
+
+    def loss(self, seed):
+        return loss_of(self.model, seed, 8)
+
+    def block(self, seed=1, factor=1.0, **kwargs):
+        backward(self.session, self.loss(seed) * factor, self.optimizer, **kwargs)
+
+    def iterate(self, seed=1):
+        self.optimizer.zero_grad()
+        self.block(seed)
+        self.optimizer.step()

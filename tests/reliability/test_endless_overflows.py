@@ -89,6 +89,8 @@ def test_the_typed_error(session, make, name):
         if make is not Loop:
             loop.scaler.update()
         loop.iterate(0, POISON)
+    loop.optimizer.zero_grad()
+    assert loop.iterate().stepped  # without an update() in between
 
 
 @both

@@ -6,40 +6,18 @@ import sys
 import time
 
 import pytest
+import stepping
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of, out_of_memory_at
-from kit import assert_same, backward, every_level, loss_of, start, through_a_file
+from kit import assert_same, every_level, through_a_file
 from kit import same as equal
 from stepping import KINDS, ScalerLoop
-from torch import nn
-
-from ampctx.amp import AmpSession
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_optimizer = pytest.mark.parametrize("name", ["SGD-plain", "Adam-foreach", "Adam-fused", "FusedAdam"])
 
 
-class Training:
-    """A small model under a dynamic scale, at a level or (None) under a GradScaler."""
-
-    def __init__(self, level, kind="plain"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-        self.session = AmpSession()
-        make = KINDS[kind] if isinstance(kind, str) else kind
-        self.model, self.optimizer = start(self.session, level, make, model, loss_scale="dynamic")
-
-    def loss(self, seed):
-        return loss_of(self.model, seed, 8)
-
-    def block(self, seed, **kwargs):
-        backward(self.session, self.loss(seed), self.optimizer, **kwargs)
-
-    def iterate(self, seed):
-        self.optimizer.zero_grad()
-        self.block(seed)
-        self.optimizer.step()
-
+class Training(stepping.Training):
     def state(self):
         tensors = [*self.model.parameters()]
         for p in self.session.master_params(self.optimizer):

@@ -1,7 +1,5 @@
 """The fp32 weights of a run can be exported: those that the optimizer steps, for plain torch without this library."""
 
-from functools import partial
-
 import pytest
 import torch
 from kit import assert_same, every_level, mlp, start
@@ -9,7 +7,6 @@ from kit import train as train_with
 from torch import nn
 
 from ampctx import AmpTypeError
-from ampctx.optimizers import FusedAdam
 
 
 class Tied(nn.Module):
@@ -106,23 +103,6 @@ def test_fp64_entries_lose_nothing_by_default(session):
     session.initialize(model, opt_level="O1", verbosity=0)
     assert session.master_state_dict(model)["1.weight"].dtype == torch.float64
     assert session.master_state_dict(model, dtype=torch.float16)["1.weight"].dtype == torch.float16
-
-
-@pytest.mark.parametrize("master_weights", [True, "split"])
-def test_masters_that_the_optimizer_keeps(session, master_weights):
-    low = torch.bfloat16 if master_weights == "split" else torch.float16
-    make = partial(FusedAdam, lr=1e-2, master_weights=master_weights)
-    model, optimizer = started(session, "O3", make, cast_model_type=low)
-    exported = session.master_state_dict(model)
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    kept = [m for g in optimizer.param_groups_master for m in g["params"]]
-    names = {p: n for n, p in model.named_parameters()}
-    finer = 0
-    for p, master in zip(params, kept, strict=True):
-        if master is not None:
-            assert torch.equal(exported[names[p]], master)
-            finer += not torch.equal(exported[names[p]], p.float())
-    assert finer > 0
 
 
 def test_parts_and_wrappers_of_the_model(session):

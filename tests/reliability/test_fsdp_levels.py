@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from kit import backward, batch, same, start
 from torch import nn
@@ -20,13 +19,6 @@ from ampctx.amp import AmpSession
 from ampctx.distributed import fully_shard, mixed_precision_policy
 
 DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def mlp() -> nn.Sequential:

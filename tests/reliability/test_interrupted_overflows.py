@@ -5,35 +5,21 @@ import copy
 import functools
 
 import pytest
+import stepping
 import torch
 from faults import Fault, WritesFail, fault_at_line, lines_of
-from kit import INF, backward, batch, params_of, same, scale_of, start
-from stepping import KINDS, ScalerLoop
-from torch import nn
+from kit import INF, params_of, same, scale_of
+from stepping import ScalerLoop
 from torch.amp.grad_scaler import OptState
 
-from ampctx.amp import AmpSession
 from ampctx.kernels import grouping
 
 INIT = 2.0**16
 
 
-class Training:
+class Training(stepping.Training):
     def __init__(self, level, kind):
-        torch.manual_seed(0)
-        model, self.session = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), AmpSession()
-        self.model, self.optimizer = start(
-            self.session, level, KINDS[kind], model, loss_scale="dynamic", max_consecutive_skips=20
-        )
-
-    def block(self, factor=2.0**-6, **kwargs):
-        loss = self.model(batch(1, 8)).float().pow(4).mean() * factor
-        backward(self.session, loss, self.optimizer, **kwargs)
-
-    def iterate(self):
-        self.optimizer.zero_grad()
-        self.block()
-        self.optimizer.step()
+        super().__init__(level, kind, max_consecutive_skips=20)
 
     def masters(self):
         return [p.detach().clone() for p in self.session.master_params(self.optimizer)]
@@ -68,11 +54,11 @@ def called(work, training):
 
 # What overflows, and what is interrupted: what runs before it, and it.
 CASES = {
-    "block": (lambda t: None, lambda t: t.block(INF), False),
-    "deferred": (lambda t: t.block(INF, delay_overflow_check=True), lambda t: t.block(), True),
-    "skipped": (lambda t: t.block(INF), lambda t: t.optimizer.step(), True),
+    "block": (lambda t: None, lambda t: t.block(factor=INF), False),
+    "deferred": (lambda t: t.block(factor=INF, delay_overflow_check=True), lambda t: t.block(), True),
+    "skipped": (lambda t: t.block(factor=INF), lambda t: t.optimizer.step(), True),
     # Ends at the step: no block without ``delay_unscale`` comes.
-    "window": (lambda t: t.block(INF, delay_unscale=True), lambda t: t.optimizer.step(), False),
+    "window": (lambda t: t.block(factor=INF, delay_unscale=True), lambda t: t.optimizer.step(), False),
     "taken": (lambda t: t.block(), lambda t: t.optimizer.step(), False),
 }
 EACH = [("O2", "ampctx", 1), ("O2", "plain", 1), ("O1", "plain", 3), ("O2", "torch-fused", 3)]
@@ -109,7 +95,7 @@ def test_an_interrupted_step_with_a_closure_holds_no_later_one_up(kind, every):
     """Whether the closure has met an overflow that nobody has decided about yet, or the step just did."""
 
     def work(training):
-        training.optimizer.step(lambda: (training.optimizer.zero_grad(), training.block(INF)))
+        training.optimizer.step(lambda: (training.optimizer.zero_grad(), training.block(factor=INF)))
 
     training = Training("O2", kind)
     places = lines_of(lambda: work(training))
@@ -172,7 +158,7 @@ def test_weights_are_written_though_the_copy_was_interrupted(times, comes):
 def test_what_is_loaded_after_an_interrupted_copy_counts():
     """The rest of the weights are their rounded masters."""
     training, expected = interrupted_copy()
-    loaded = {"weight": torch.full((4, 4), 0.3).half(), "bias": torch.full((4,), 0.7).half()}
+    loaded = {"weight": torch.full((8, 4), 3.1).half(), "bias": torch.full((8,), 0.7).half()}
     training.model[0].load_state_dict(loaded)
     expected[:2] = loaded["weight"].float(), loaded["bias"].float()
     assert same(training.masters(), expected)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import OPTIMIZERS, assert_same, backward, start
+from kit import OPTIMIZERS, assert_same, backward, start, train
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -321,18 +321,8 @@ X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.sin(X[:, :2])
 
 
-def losses(model, optimizer, session=None, n=30):
-    result = []
-    for _ in range(n):
-        optimizer.zero_grad()
-        loss = (model(X).float() - Y).square().mean()
-        result.append(loss.item())
-        if session is None:
-            loss.backward()
-        else:
-            backward(session, loss, optimizer)
-        optimizer.step()
-    return torch.tensor(result)
+def losses(session, model, optimizer):
+    return torch.tensor(train(session, model, optimizer, 30, loss=lambda m, _: (m(X).float() - Y).square().mean()))
 
 
 # A rounding moves an output by about its unit, u; through 3 layers and the loss, and back, some 10 of them add up.
@@ -349,9 +339,9 @@ def test_reparametrized_models_train_as_in_fp32(session, level, change, name):
     for each in (plain, model):
         torch.manual_seed(1)
         change(each)
-    expected = losses(plain, MAKE[name](plain.parameters()))
+    expected = losses(None, plain, MAKE[name](plain.parameters()))
     _, optimizer = start(session, level, MAKE[name], model, max_loss_scale=1024.0)
-    assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+    assert (losses(session, model, optimizer) - expected).abs().max() < ROUNDINGS[level] * expected[0]
     assert session.skipped_steps(optimizer) == 0
     assert expected[-1] < expected[0] / 2
     session.reset()
@@ -380,7 +370,7 @@ def test_a_lazy_module_is_refused_until_a_forward_has_run(session, level):
         session.initialize(model, optimizer, opt_level=level, verbosity=0)
     model(X)
     session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    first, *_, last = losses(model, optimizer, session)
+    first, *_, last = losses(session, model, optimizer)
     assert last < first
 
 

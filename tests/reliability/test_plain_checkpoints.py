@@ -332,7 +332,7 @@ def test_lost_masters_are_told_of_and_others_are_not(session, trained, fresh, ro
         {"model": twin, "amp": other}[name].load_state_dict(state[name])
     train(other, twin, twin_optimizer, 3)
     other.load_state_dict(other.state_dict())
-    assert ["has no fp32 master weights" in message for message in said()] == [True] * rounded
+    assert ["the checkpoint has no fp32 master weights" in message for message in said()] == [True] * rounded
 
 
 def test_a_state_of_amp_alone_loses_nothing(session, caplog, said):

@@ -13,7 +13,7 @@ from rank_processes import RANK, counted_all_reduce, on_ranks
 from stepping import KINDS
 from torch import nn
 
-from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError, optimizers
+from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession, GradScaler
 
 START = 2.0**16
@@ -250,13 +250,6 @@ def test_four_ranks_and_pairs_of_them():
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'one'}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def test_what_is_no_group_is_refused_and_nothing_changed():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,41 +267,18 @@ def test_what_is_no_group_is_refused_and_nothing_changed():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
-def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(group, duplicate):
-    scaler = GradScaler("cpu", process_group=group)
+def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(mesh, duplicate):
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
     with pytest.raises(AmpError, match="belongs to this process. Save its state_dict"):
         duplicate(scaler)
     assert GradScaler("cpu").load_state_dict(scaler.state_dict()) is None
 
 
-def test_a_static_scale_needs_no_collective(group, monkeypatch):
+def test_a_static_scale_needs_no_collective(mesh, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: pytest.fail("a collective"))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = session_of(model, optimizer, "O2", group, loss_scale=128.0)
+    session = session_of(model, optimizer, "O2", dist.group.WORLD, loss_scale=128.0)
     backward(session, model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     session.reset()
-
-
-def test_gradients_that_have_become_views_are_taken_at_the_end_of_their_blocks():
-    """DistributedDataParallel makes gradients views into buckets, also after blocks in which they were none."""
-    found = []
-    for views in ((False, False), (True, True), (False, True)):
-        torch.manual_seed(0)
-        model, bucket = nn.Linear(4, 3), torch.zeros(15, dtype=torch.half)
-        optimizer, session = optimizers.FusedAdam(model.parameters(), lr=0.125), AmpSession()
-        session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
-        for i in range(6):
-            for _ in range(1 + i % 2):
-                with session.scale_loss(loss_of(model), optimizer) as scaled:
-                    scaled.backward()
-                    for p, view, is_view in zip(model.parameters(), bucket.split((12, 3)), views, strict=True):
-                        if is_view and i > 2:
-                            p.grad = view.view_as(p).copy_(p.grad)
-                bucket.fill_(float("nan"))
-            optimizer.step()
-            optimizer.zero_grad()
-        session.reset()
-        found.append(weights(model))
-    assert all(torch.equal(weight, found[0]) for weight in found)

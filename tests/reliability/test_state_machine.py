@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import INF, LOW, NAN, SAM, through_a_file
+from kit import INF, LOW, NAN, SAM, Factors, through_a_file
 from torch import Tensor, nn
 
 from ampctx import AmpError, AmpSession, clip_grad_norm_, optimizers
@@ -45,26 +45,12 @@ KINDS: dict[str, Any] = {
 }
 # The groups of two optimizers. BatchNorm stays fp32 at O2 and O5; the first optimizer may get a third group.
 PLACES = [[["a0", "a1", "norm.weight"], ["b0", "b1"]], [["c0", "norm.bias"], ["d0"]]]
-NAMES = ("a0", "a1", "b0", "b1", "late", "c0", "d0", "norm.weight", "norm.bias")
+SHAPES = {name: (3 + i % 2,) for i, name in enumerate(("a0", "a1", "b0", "b1", "late", "c0", "d0"))}
+NAMES = (*SHAPES, "norm.weight", "norm.bias")
 
 
 class Boom(Exception):
     pass
-
-
-class Weights(nn.Module):
-    """The gradient of a parameter is its factor in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for i, name in enumerate(NAMES):
-            if "." not in name:
-                # 16 bits do not hold these.
-                self.register_parameter(name, nn.Parameter(torch.linspace(-1.1, 1.3, 3 + i % 2) + i / 3))
-        self.norm = nn.BatchNorm1d(3)
-
-    def loss(self, factors: dict[str, Tensor]) -> Tensor:
-        return sum(((self.get_parameter(name).float() * f).sum() for name, f in factors.items()), torch.zeros(()))
 
 
 def param(value: Any = None, frozen: bool = False) -> SimpleNamespace:
@@ -155,7 +141,7 @@ class Training(RuleBasedStateMachine):
 
     def build(self):
         """A model and its optimizers, with the groups that the reference has."""
-        self.model, self.session, self.optimizers = Weights(), AmpSession(), []
+        self.model, self.session, self.optimizers = Factors(SHAPES), AmpSession(), []
         for n, p in self.params.items():
             self.model.get_parameter(n).requires_grad_(not p.frozen or p.has_master)
         for opt, groups in zip(self.opts, self.layout, strict=True):
@@ -291,7 +277,7 @@ class Training(RuleBasedStateMachine):
         """``caller``: an exception may leave the block."""
         opts = [self.opts[i] for i in spec.opts]
         factors = self.factors(spec, lambda n: True)
-        loss = self.model.loss(factors)
+        loss = self.model.forward(factors)
         self.collect(*(i for i, opt in enumerate(self.opts) if opt.window is None and not opt.open))
         self.follow(*spec.opts)
         self.forget_loaded()
@@ -341,7 +327,7 @@ class Training(RuleBasedStateMachine):
     def plain_backward(self, spec, step):
         factors = self.factors(spec, lambda n: self.params[n].has_master)
         if factors:
-            self.model.loss(factors).backward()
+            self.model.forward(factors).backward()
         for n, factor in factors.items():
             p = self.params[n]
             if self.is_low(n) and not self.by_optimizer:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import backward, in_thread
+from kit import backward, in_thread, train
 from torch import nn
 
 from ampctx import AmpError
@@ -23,14 +23,6 @@ def setup(session, level, optim=torch.optim.SGD, **kwargs):
     optimizer = optim(model.parameters(), lr=0.125)
     session.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
     return model, optimizer
-
-
-def iterate(session, model, optimizer, x):
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), torch.zeros(len(x), 2, dtype=model(x).dtype))
-    backward(session, loss, optimizer)
-    optimizer.step()
-    return loss.detach()
 
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -54,7 +46,7 @@ def test_casts_belong_to_the_thread_that_initialized(session, level):
             in_thread(call)
     assert torch.is_autocast_enabled("cpu")
     assert all(p.grad is None for p in model.parameters())
-    iterate(session, model, optimizer, X)
+    train(session, model, optimizer, 1)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
@@ -74,7 +66,7 @@ def test_other_levels_train_in_any_thread_while_others_read(sessions, level):
         with ThreadPoolExecutor(2) as pool:
             readers = [pool.submit(read) for _ in range(n_readers)]
             try:
-                run(lambda: [iterate(session, model, optimizer, X) for _ in range(200)])
+                run(lambda: train(session, model, optimizer, 200))
             finally:
                 over.set()
         assert [reader.result() for reader in readers] == [None] * n_readers
@@ -129,8 +121,7 @@ def test_threads_with_sessions_of_their_own(level):
     def work(_=None):
         session = AmpSession()
         model, optimizer = setup(session, level, loss_scale=128.0)
-        for _ in range(10):
-            iterate(session, model, optimizer, X)
+        train(session, model, optimizer, 10)
         session.reset()
         assert not torch.is_autocast_enabled("cpu")
         return [p.detach().clone() for p in model.parameters()]
