@@ -14,6 +14,7 @@ On a CUDA device twins are pinned, and copies have a stream of their own. Elsewh
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import repeat
@@ -29,9 +30,11 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.plan import changed, marks
+from ampctx.kernels.reference import is_dense, overwrite
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import around, is_sharded, local, place_grads, wrote
 from ampctx.kernels.tensor_loops import (
+    all_resolved,
     device_of,
     dtype_of,
     grad_of,
@@ -322,8 +325,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         chunks = [range(len(places))] if is_one else stacks(zip(repeat(None), sizes), CHUNK_ELEMENTS)
 
         def up(chunk: list[int]) -> None:
-            if not is_skipped:
-                _copy(lanes, [parts[i] for i in chunk], [weights[i] for i in chunk])
+            to, sources = ([parts[i] for i in chunk], [weights[i] for i in chunk]) if not is_skipped else ([], [])
+            if all_resolved(to):
+                _copy(lanes, to, sources)
+            else:  # negated views, which torch's call for lists refuses to write
+                deque(map(Tensor.copy_, to, sources), maxlen=0)
 
         stepping: list[int] = []
         try:
@@ -342,8 +348,12 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             host.seen = _marks(host.members)
         if step.unscales:
             # Unless it is skipped, as the step of an optimizer on the device does.
-            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in local(grads)}
-            unscale(list(unique.values()), step.found_inf, step.inv_scale)
+            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in local(grads)}.values()
+            dense = [grad if is_dense(grad) else grad.clone() for grad in unique]  # of expanded ones copies
+            unscale(dense, step.found_inf, step.inv_scale)
+            for grad, copy in zip(unique, dense, strict=True):
+                if copy is not grad:
+                    overwrite(grad, copy)
             wrote(grads)
 
     def _give(self, places: list[int]) -> None:

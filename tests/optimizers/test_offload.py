@@ -6,14 +6,16 @@ The parameters are on the CPU here, so that copies take the place of streams.
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
+import fuzz_programs as fuzz
 import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
 from host_reads import OpCalls
 from kit import INF, assert_same, batch, each_copy, mlp, params_of, snapshot, start, through_a_file, train
 from kit import same as equal
-from optimizer_cases import CHANGES, MODES, give, gradients, make, offloaded, parameters, run
+from optimizer_cases import BY_NAME, CHANGES, MODES, give, gradients, make, offloaded, parameters, run
 from torch import nn
 
 import ampctx
@@ -173,6 +175,23 @@ def test_steps_under_amp_and_a_scaler_are_the_same(loop):
     assert_same(other, resident)
     if loop.startswith("O"):
         assert resident[-1] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_drawn_programs_have_the_bits_of_the_optimizer_without_it():
+    """Of the fuzz, with odd gradients and weights, other groups, loads, faults."""
+    kinds, count = {BY_NAME[name].func.__name__ for name in OFFLOADED}, 0
+    for program in map(fuzz.drawn, range(240)):
+        start = program["start"]
+        keeps_masters = start["level"] in ("O2", "O3", "O5") and not start["options"].get("master_weights")
+        if start["kind"] in kinds and not keeps_masters and not start["options"].get("capturable"):
+            resident = fuzz.KINDS[start["kind"]]
+            there = {start["kind"]: partial(Offloaded, resident.func, **resident.keywords)}
+            seen, _ = fuzz.Run(program)()
+            with mock.patch.dict(fuzz.KINDS, there):
+                assert not fuzz.difference(seen, fuzz.Run(program)()[0]), program
+            count += 1
+    assert count > 20
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
