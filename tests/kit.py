@@ -139,6 +139,12 @@ def mlp(seed: int = 0, width: int = 8, inputs: int = 4, outputs: int = 2) -> nn.
     return nn.Sequential(nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, outputs))
 
 
+def uneven(hidden: int = 7) -> nn.Sequential:
+    """Linear, ReLU, Linear: sizes that two ranks do not divide evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+
 class Net(nn.Module):
     """Convolution, BatchNorm, LayerNorm, Linear, softmax: ops of each column of the cast table. Takes 4 x 4 images."""
 

@@ -2,10 +2,11 @@
 them."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from kit import backward, batch, muon
+from kit import backward, batch, muon, uneven
 from rank_processes import RANK, RANKS, all_ranks, distance, flat_mesh, on_ranks, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,13 +58,8 @@ def fsdp(dtype=torch.float32, model=None, mesh=None) -> nn.Module:
     return model
 
 
-def small() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
 def tensor_parallel(mesh=None) -> nn.Module:
-    return parallelize_module(small(), mesh or flat_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(uneven(8), mesh or flat_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def two_dimensions() -> nn.Module:
@@ -114,7 +110,7 @@ def test_steps_are_those_of_one_process(kind):
 
 @on_ranks(2)
 def test_a_bias_that_is_whole_on_every_rank_counts_once():
-    as_alone(tensor_parallel, "LAMB", like=small)
+    as_alone(tensor_parallel, "LAMB", like=partial(uneven, 8))
 
 
 @kinds(("LAMB", "Muon"), ("NovoGrad", "NovoGrad-inf", "LARC"))
@@ -205,7 +201,7 @@ def test_four_ranks():
     for kind in FAST:
         as_alone(fsdp, kind)
         if kind != "Muon":
-            as_alone(two_dimensions, kind, like=small)
+            as_alone(two_dimensions, kind, like=partial(uneven, 8))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     as_alone(lambda: fully_shard(mlp(), mesh=mesh), "Muon")
     refused_by_muon(two_dimensions())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 from kit import backward, batch, same, start
+from kit import uneven as mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -19,11 +20,6 @@ from ampctx.amp import AmpSession
 from ampctx.distributed import fully_shard, mixed_precision_policy
 
 DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
 def of_all_kinds() -> nn.Sequential:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import assert_same, backward
+from kit import uneven as mlp
 from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -54,12 +55,6 @@ KINDS = {
 def runs(*cases):
     """The API (a GradScaler, or the level), the optimizer, and what else a test is given."""
     return pytest.mark.parametrize(("api", "kind", "more")[: len(cases[0])], cases)
-
-
-def mlp(hidden=7) -> nn.Sequential:
-    """Sizes that two ranks do not divide evenly."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, 3))
 
 
 def policy(dtype):
