@@ -5,6 +5,7 @@ Nothing here is about mixed precision. Each program has its training loop.
 
 import argparse
 import contextlib
+import gc
 import gzip
 import os
 from pathlib import Path
@@ -77,6 +78,13 @@ def join_processes(device: str) -> torch.device:
         on_gpu = {"backend": "nccl", "device_id": here}
         torch.distributed.init_process_group(**on_gpu if device == "cuda" else {"backend": "gloo"})
     return here
+
+
+def leave_processes() -> None:
+    """Ends what ``join_processes`` began, once nothing refers to a model of the processes."""
+    if torch.distributed.is_initialized():
+        gc.collect()  # a model holds the group, and would free it with Python's lock, for which a gloo thread may wait
+        torch.distributed.destroy_process_group()
 
 
 def load_digits(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
