@@ -1,9 +1,8 @@
-"""Trains a bf16 GPT under fully_shard, with fp32 masters, Adam's state and its step in host memory, and resumes it.
+"""Trains a bf16 GPT under fully_shard, with fp32 masters and Adam's state in host memory, and resumes it bit for bit.
 
     torchrun --nproc-per-node 2 examples/offload.py                 # gloo on CPUs, nccl on GPUs
 
-Weights and gradients are on the device: 4 bytes a parameter. The run saves a checkpoint in the middle. A new model and
-a new optimizer load it and train the second half once more. They have to end with the same bits.
+The run saves a checkpoint in the middle. A new model and a new optimizer load it and train the second half again.
 """
 
 import os
@@ -29,63 +28,57 @@ def build(args, text: Text) -> tuple[GPT, Offloaded]:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     # After fully_shard: each rank keeps its part of masters and state.
-    options = {"lr": args.lr, "weight_decay": 0.05, "master_weights": True, "skip_nonfinite": True}
+    options = {"lr": 0.003, "weight_decay": 0.05, "master_weights": True, "skip_nonfinite": True}
     return model, Offloaded(FusedAdam, model.parameters(), **options)
 
 
 def train(args, text: Text, model: GPT, optimizer: Offloaded, steps: range) -> Tensor:
-    """Returns the loss of each step, the mean of all ranks."""
-    losses = []
-    for step in steps:
-        own = torch.Generator().manual_seed(step * WORLD_SIZE + RANK)  # another batch on each rank, at each step
-        optimizer.zero_grad()
+    """Returns the loss of each step, over all ranks."""
+    losses = torch.zeros(len(steps), device=args.device)
+    for i, step in enumerate(steps):
+        own = torch.Generator().manual_seed(step * WORLD_SIZE + RANK)  # other batches on each rank, the same if resumed
         loss = loss_of(model, *text.batch(args.batch_size, args.context, own))
+        optimizer.zero_grad()
         loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)  # of the whole model, on the device
-        optimizer.step()  # gradients go to the host, weights come back
-        losses.append(loss.detach().float())
-    total = torch.stack(losses)
-    torch.distributed.all_reduce(total)
-    return total / WORLD_SIZE
-
-
-def state_of(model: GPT, optimizer: Offloaded) -> dict[str, dict]:
-    """Weights and state by the names of parameters. What is sharded stays so, and the state stays on the CPU."""
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        clip_grad_norm_(model.parameters(), 1.0)  # by the norm of the whole model
+        optimizer.step()  # gradients go to the host, and weights come back
+        losses[i] = loss.detach() / WORLD_SIZE
+    torch.distributed.all_reduce(losses)
+    return losses
 
 
 def parts(tensors) -> list[Tensor]:
-    """The parts of this rank."""
+    """What this rank has of them, without step counts."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t.dim()]
 
 
+def bits(model: GPT, optimizer: Offloaded) -> list[Tensor]:
+    return parts(t for p in model.parameters() for t in (p.detach(), *optimizer.state[p].values()))
+
+
 def bytes_per_parameter(model: GPT, optimizer: Offloaded) -> tuple[float, float]:
-    """On the device: weights and gradients. On the host: the optimizer's copies of both, masters and Adam's state."""
-    params, twins = list(model.parameters()), [p for group in optimizer.inner.param_groups for p in group["params"]]
+    """On the device weights and gradients. On the host copies of both, masters and Adam's state."""
+    params, copies = list(model.parameters()), [p for group in optimizer.inner.param_groups for p in group["params"]]
     state = [t for entries in optimizer.state.values() for t in entries.values()]
-    device, host = ([t for p in some for t in (p.detach(), p.grad)] for some in (params, twins))
-    numel = sum(p.numel() for p in parts(params))
-    return tuple(sum(t.nbytes for t in parts(tensors)) / numel for tensors in (device, host + state))
+    device, host = ([t for p in some for t in (p.detach(), p.grad)] for some in (params, copies))
+    count = sum(p.numel() for p in parts(params))
+    return tuple(sum(t.nbytes for t in parts(tensors)) / count for tensors in (device, host + state))
 
 
 def run(args, text: Text) -> str:
     half = args.steps // 2
     model, optimizer = build(args, text)
     first = train(args, text, model, optimizer, range(half))
-    dcp.save(state_of(model, optimizer), checkpoint_id=args.checkpoint)
+    weights, state = get_state_dict(model, optimizer)  # by the names of parameters, sharded; state is on the CPU
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)
     losses = train(args, text, model, optimizer, range(half, args.steps))
 
-    others = build(args, text)
-    saved = state_of(*others)
-    dcp.load(saved, checkpoint_id=args.checkpoint)
-    set_state_dict(*others, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-    again = train(args, text, *others, range(half, args.steps))
-
-    one, other = (
-        [losses_, *parts(t for p in m.parameters() for t in (p.detach(), *o.state[p].values()))]
-        for losses_, m, o in ((losses, model, optimizer), (again, *others))
-    )
-    if not all(map(torch.equal, one, other)):
+    resumed = build(args, text)
+    weights, state = get_state_dict(*resumed)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)
+    set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=state)
+    again = train(args, text, *resumed, range(half, args.steps))
+    if not all(map(torch.equal, [losses, *bits(model, optimizer)], [again, *bits(*resumed)])):
         raise SystemExit(f"rank {RANK}: the resumed run ends with other bits")
     device, host = bytes_per_parameter(model, optimizer)
     return (
@@ -96,7 +89,6 @@ def run(args, text: Text) -> str:
 
 def main() -> None:
     parser = Parser(__doc__, steps=60, batch_size=8, context=32, heads=2, layers=2)
-    parser.add_argument("--lr", type=float, default=3e-3, help="default 0.003")
     parser.add_argument("--checkpoint", default="offload", metavar="FOLDER", help="written to; default offload")
     args = parser.parse_args()
     if "RANK" not in os.environ:
