@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed.checkpoint as dcp
 from char_lm import GPT, Text, loss_of
-from shared import RANK, WORLD_SIZE, Parser, join_processes, leave_processes
+from shared import RANK, WORLD_SIZE, Parser, processes
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,11 +93,10 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: fully_shard needs processes")
-    join_processes(args.device)
-    line = run(args, Text(args.device))
+    with processes(args.device) as device:
+        line = run(args, Text(device))
     if RANK == 0:
         print(line, flush=True)
-    leave_processes()
 
 
 if __name__ == "__main__":
