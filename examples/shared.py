@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-# Before the default process group exists: DistributedDataParallel imports it later, and default arguments would then keep
-# the group alive. A gloo thread that frees a tensor while Python shuts down ends the process with SIGABRT.
+# Before the process group exists: DistributedDataParallel imports it later, and default arguments would keep the group
+# alive. A gloo thread that frees a tensor while Python shuts down ends the process with SIGABRT.
 import torch.distributed.nn
 from torch import Tensor, nn
 
