@@ -153,10 +153,8 @@ def main() -> None:
             axis.plot(steps, held_out, "o-", label="held out")
             axis.set(title=f"Character GPT at {args.opt_level}", xlabel="step", ylabel="bits per character")
             axis.legend()
-    print(
-        f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | "
-        f"loss scale {amp.loss_scale():g} | skipped steps {skipped} of {args.steps}"
-    )
+    scaling = f"loss scale {amp.loss_scale():g} | skipped steps {skipped} of {args.steps}"
+    print(f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | {scaling}")
 
 
 if __name__ == "__main__":

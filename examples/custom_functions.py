@@ -90,9 +90,9 @@ between = amp.promote_function(lambda x, y: x.lerp(y, 0.5))
 def outcome_of(call: Callable[[], Tensor]) -> str:
     try:
         result = call()
+        return f"{result.flatten()[0].item():g} {result.dtype}".replace("torch.", "")
     except RuntimeError as error:
         return type(error).__name__
-    return f"{result.flatten()[0].item():g} {result.dtype}".replace("torch.", "")
 
 
 def print_table(low_dtype: torch.dtype) -> None:

@@ -47,9 +47,8 @@ def train(args, generator, digits):
     device = digits.device
     models = make_discriminator(args.width).to(device), generator
     adams = [optimizers.FusedAdam(model.parameters(), lr=0.003, betas=(0.5, 0.999)) for model in models]
-    [discriminator, generator], [d_optimizer, g_optimizer] = amp.initialize(
-        [*models], adams, opt_level=args.opt_level, num_losses=3
-    )
+    models, adams = amp.initialize([*models], adams, opt_level=args.opt_level, num_losses=3)
+    [discriminator, generator], [d_optimizer, g_optimizer] = models, adams
     history: dict[str, list] = {"loss": [], "loss_scale": []}
     choose = torch.Generator().manual_seed(0)
     for _ in progress(range(args.steps)):
@@ -136,12 +135,11 @@ def main() -> None:
         print(f"{name}: loss {losses:.3f} | loss scale {scale:g}")
     order = torch.rand((len(seen), 64), generator=torch.Generator().manual_seed(0)).argsort(dim=0)
     shuffled = seen.flatten(1).gather(0, order.to(seen.device))  # each pixel comes from another image
-    distances = [frechet_distance(images, unseen) for images in (samples, untrained, shuffled, seen)]
-    print(
-        "distance to unseen digits {:.2f} (untrained {:.2f}, shuffled pixels {:.2f}, seen digits {:.2f}) | "
-        "digits drawn {} of 10 | ".format(*distances, digits_drawn(samples, seen, labels))
-        + f"skipped steps {skipped[0]} and {skipped[1]} of {args.steps}"
-    )
+    one, *others = (frechet_distance(images, unseen) for images in (samples, untrained, shuffled, seen))
+    told = "untrained {:.2f}, shuffled pixels {:.2f}, seen digits {:.2f}".format(*others)
+    skips = f"skipped steps {skipped[0]} and {skipped[1]} of {args.steps}"
+    drawn = digits_drawn(samples, seen, labels)
+    print(f"distance to unseen digits {one:.2f} ({told}) | digits drawn {drawn} of 10 | {skips}")
 
 
 if __name__ == "__main__":

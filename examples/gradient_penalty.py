@@ -83,9 +83,8 @@ def main() -> None:
     parser = Parser(__doc__, opt_level="O2", apis=True, steps=200)
     parser.add_argument("--weight", type=float, default=0.5, help="weight of the penalty; default 0.5")
     args = parser.parse_args()
-    model = nn.Sequential(
-        nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
-    ).to(args.device)
+    hidden = [nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()]
+    model = nn.Sequential(*hidden, nn.Linear(32, 2)).to(args.device)
     data = (moons(32, args.device) for _ in range(args.steps))
     train = train_apex if args.api == "apex" else train_torch
     norms, scale, skipped = train(model, data, args)

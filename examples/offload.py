@@ -28,8 +28,7 @@ def build(args, text: Text) -> tuple[GPT, Offloaded]:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     # After fully_shard: each rank keeps its part of masters and state.
-    options = {"lr": 0.003, "weight_decay": 0.05, "master_weights": True, "skip_nonfinite": True}
-    return model, Offloaded(FusedAdam, model.parameters(), **options)
+    return model, Offloaded(FusedAdam, model.parameters(), lr=0.003, master_weights=True, skip_nonfinite=True)
 
 
 def train(args, text: Text, model: GPT, optimizer: Offloaded, steps: range) -> Tensor:
@@ -47,25 +46,21 @@ def train(args, text: Text, model: GPT, optimizer: Offloaded, steps: range) -> T
     return losses
 
 
+def state_of(optimizer: Offloaded) -> list[Tensor]:
+    return [t for entries in optimizer.state.values() for t in entries.values()]
+
+
 def parts(tensors) -> list[Tensor]:
     """What this rank has of them, without step counts."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t.dim()]
 
 
-def bits(model: GPT, optimizer: Offloaded) -> list[Tensor]:
-    return parts(t for p in model.parameters() for t in (p.detach(), *optimizer.state[p].values()))
+def bytes_of(params, *others: Tensor) -> int:
+    """With gradients."""
+    return sum(t.nbytes for t in parts([*params, *(p.grad for p in params), *others]))
 
 
-def bytes_per_parameter(model: GPT, optimizer: Offloaded) -> tuple[float, float]:
-    """On the device weights and gradients. On the host copies of both, masters and Adam's state."""
-    params, copies = list(model.parameters()), [p for group in optimizer.inner.param_groups for p in group["params"]]
-    state = [t for entries in optimizer.state.values() for t in entries.values()]
-    device, host = ([t for p in some for t in (p.detach(), p.grad)] for some in (params, copies))
-    count = sum(p.numel() for p in parts(params))
-    return tuple(sum(t.nbytes for t in parts(tensors)) / count for tensors in (device, host + state))
-
-
-def run(args, text: Text) -> str:
+def run(args, text: Text) -> None:
     half = args.steps // 2
     model, optimizer = build(args, text)
     first = train(args, text, model, optimizer, range(half))
@@ -78,13 +73,16 @@ def run(args, text: Text) -> str:
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=args.checkpoint)
     set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=state)
     again = train(args, text, *resumed, range(half, args.steps))
-    if not all(map(torch.equal, [losses, *bits(model, optimizer)], [again, *bits(*resumed)])):
+    ends = (parts([*m.parameters(), *state_of(o)]) for m, o in ((model, optimizer), resumed))
+    if not all(map(torch.equal, *ends)) or not torch.equal(losses, again):
         raise SystemExit(f"rank {RANK}: the resumed run ends with other bits")
-    device, host = bytes_per_parameter(model, optimizer)
-    return (
-        f"loss {first[0]:.4f} -> {losses[-1]:.4f} | bytes per parameter {device:.2f} on the device, {host:.2f} on the "
-        f"host | skipped steps {optimizer.skipped_steps()} of {args.steps} | resumed after {half}: the same bits"
-    )
+
+    params, copies = list(model.parameters()), [p for group in optimizer.inner.param_groups for p in group["params"]]
+    device, host = bytes_of(params), bytes_of(copies, *state_of(optimizer))
+    count = sum(p.numel() for p in parts(params))
+    memory = f"bytes per parameter {device / count:.2f} on the device, {host / count:.2f} on the host"
+    if RANK == 0:
+        print(f"loss {first[0]:.4f} -> {losses[-1]:.4f} | {memory} | resumed after {half} steps: the same bits")
 
 
 def main() -> None:
@@ -94,9 +92,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: fully_shard needs processes")
     with processes(args.device) as device:
-        line = run(args, Text(device))
-    if RANK == 0:
-        print(line, flush=True)
+        run(args, Text(device))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ def penalty_of(grad: Tensor) -> Tensor:
 
 
 def train_apex(generator, critic, optimizers, args):
-    [generator, critic], [g_optimizer, c_optimizer] = amp.initialize(
-        [generator, critic], optimizers, opt_level=args.opt_level, num_losses=2
-    )
+    models, optimizers = amp.initialize([generator, critic], optimizers, opt_level=args.opt_level, num_losses=2)
+    [generator, critic], [g_optimizer, c_optimizer] = models, optimizers
     for _ in range(args.steps):
         for _ in range(CRITIC_STEPS):
             real = circle(BATCH, args.device)
