@@ -72,7 +72,6 @@ def main() -> None:
     start = nn.Sequential(nn.Linear(2, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
     start = start.to(args.device)
     x, y = rings(args.steps * BATCH, args.device)
-
     train = train_apex if args.api == "apex" else train_torch
     trained, updates = [], []
     for micro_batches in (1, args.micro_batches):

@@ -9,7 +9,7 @@ squares in ``RMSNorm`` overflow fp16, and torch has no cdist for 16-bit types.
 
 import torch
 import torch.nn.functional as F
-from shared import OPT_LEVELS, Parser, accuracy, batches, load_digits
+from shared import OPT_LEVELS, Parser, accuracy, load_digits
 from torch import Tensor, nn
 
 from ampctx import amp, optimizers
@@ -52,8 +52,9 @@ def train(args, level: str, images: Tensor, labels: Tensor) -> nn.Module:
     forced = {name: value for name, value in FORCED.items() if name not in args.without}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **forced)
     for epoch in range(args.epochs):
-        for inputs, targets in batches(images, labels, 32, seed=epoch):
-            loss = F.cross_entropy(model(inputs), targets)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
+        for batch in order.split(32):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
