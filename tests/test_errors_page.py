@@ -292,6 +292,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("value cannot be converted to type c10::Half without overflow", lambda: training("O1", Masks(4, 2))[0](X)),
     ("not implemented for 'Half'", lambda: training("O2", Distances(4, 2))[0](X)),
     ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
+    ("got an unexpected keyword argument 'offload'", lambda: FusedAdam([X], offload="cpu")),
     ("No inf checks were recorded prior to update.", update_without_step),
     *(
         case
@@ -409,6 +410,8 @@ WORDS = {
     "Unexpected optimization level '02'. Use the letter O. See docs/levels.md.": "Unexpected optimization level",
     "docs/guide/skip_bad_steps.md": "steps skipped so far",
     "out of memory": "ampctx: out of memory",
+    "FSDP2 CPU offload optimizer": "got an unexpected keyword argument 'offload'",
+    "adam offload slow": "got an unexpected keyword argument 'offload'",
     "mat1 and mat2 must have the same dtype, but got Float and Half": "expected scalar type Half",
 }
 
