@@ -292,7 +292,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("value cannot be converted to type c10::Half without overflow", lambda: training("O1", Masks(4, 2))[0](X)),
     ("not implemented for 'Half'", lambda: training("O2", Distances(4, 2))[0](X)),
     ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
-    ("got an unexpected keyword argument 'offload'", lambda: FusedAdam([X], offload="cpu")),
+    ("got an unexpected keyword argument 'offload'", lambda: ampctx.optimizers.FusedAdam([X], offload="cpu")),
     ("No inf checks were recorded prior to update.", update_without_step),
     *(
         case
