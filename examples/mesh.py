@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--engine", default="none", choices=MESHES, help="with torchrun; default none, for one process")
     args = parser.parse_args()
     if (args.engine == "none") == ("RANK" in os.environ) or WORLD_SIZE % max(1, len(MESHES[args.engine])):
-        parser.error(f"--engine {args.engine}: start it with torchrun, or none without; two axes need an even number")
+        parser.error(f"--engine {args.engine}: only none goes without torchrun; two axes need an even number")
     with processes(args.device) as device:
         images, labels, test_images, test_labels = load_digits(device)
         model, about = train(args, device, images, labels)
