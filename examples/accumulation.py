@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ampctx import GradScaler, amp
 
-BATCH = 64
-MAX_NORM = 1.0
+BATCH, MAX_NORM = 64, 1.0
 
 
 def train_apex(model, x, y, micro_batches, args):
@@ -26,14 +25,12 @@ def train_apex(model, x, y, micro_batches, args):
     size = BATCH // micro_batches
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
         loss = F.cross_entropy(model(inputs), targets) / micro_batches
-        if i % micro_batches != 0:
-            # Gradients stay scaled and add up. With DistributedDataParallel, do this inside model.no_sync().
-            with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            # The last block unscales the sum, checks it and updates the loss scale.
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+        # Gradients stay scaled and add up. With DistributedDataParallel, do this inside model.no_sync(). The last block
+        # unscales the sum, checks it and updates the loss scale.
+        more = i % micro_batches != 0
+        with amp.scale_loss(loss, optimizer, delay_unscale=more) as scaled_loss:
+            scaled_loss.backward()
+        if not more:
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -75,7 +72,6 @@ def main() -> None:
     start = nn.Sequential(nn.Linear(2, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
     start = start.to(args.device)
     x, y = rings(args.steps * BATCH, args.device)
-
     train = train_apex if args.api == "apex" else train_torch
     trained, updates = [], []
     for micro_batches in (1, args.micro_batches):

@@ -71,13 +71,8 @@ def main():
             scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
             print(f"epoch {epoch + 1}: test accuracy {result:.2f}% | loss scale {scale:g}")
             if args.checkpoint:
-                checkpoint = {
-                    "epoch": epoch + 1,
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "amp": amp.state_dict(),
-                }
-                torch.save(checkpoint, args.checkpoint)
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+                torch.save({"epoch": epoch + 1, **state}, args.checkpoint)
     if args.distributed:
         torch.distributed.destroy_process_group()
 

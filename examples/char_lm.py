@@ -3,7 +3,6 @@
     python examples/char_lm.py                      # O5: bf16 model, fp32 master weights, no loss scaling
     python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
     python examples/char_lm.py --optimizer muon     # Muon for the matrices of the blocks, AdamW for the rest
-    python examples/char_lm.py --offload            # masters and optimizer state in host memory
 
 The text is Python's language reference, ``pydoc_data.topics`` of the standard library. Its last tenth is held out.
 """
@@ -17,9 +16,7 @@ from shared import Parser, plot, writable
 from torch import Tensor, nn
 
 from ampctx import amp, clip_grad_norm_
-from ampctx.optimizers import FusedAdam, FusedMuon, Offloaded
-
-MAX_NORM = 1.0
+from ampctx.optimizers import FusedMuon
 
 
 class Text:
@@ -98,8 +95,6 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int)
 
 def make_optimizer(args, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
-    if args.offload:
-        return Offloaded(FusedAdam, model.parameters(), **options, master_weights="split")
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
@@ -115,17 +110,14 @@ def train(args, text: Text) -> tuple[nn.Module, list[tuple[int, float, float]], 
     torch.manual_seed(0)
     model = GPT(len(text.alphabet), args.context, args.layers, args.heads).to(args.device)
     optimizer = make_optimizer(args, model)
-    masters = False if args.offload else None  # the optimizer keeps them
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, master_weights=masters)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     generator = torch.Generator().manual_seed(0)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []
-
     for step in range(1, args.steps + 1):
         warmup = min(1.0, step / (0.1 * args.steps))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warmup * (1 - 0.95 * step / args.steps)
-
         for micro in range(args.accumulate):
             loss = loss_of(model, *text.batch(args.batch_size, args.context, generator))
             # Gradients of the first micro-batches stay scaled and add up. The last block unscales and checks the sum.
@@ -133,10 +125,9 @@ def train(args, text: Text) -> tuple[nn.Module, list[tuple[int, float, float]], 
             with amp.scale_loss(loss / args.accumulate, optimizer, delay_unscale=more) as scaled_loss:
                 scaled_loss.backward()
             since_last.append(loss.detach())
-        clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
+        clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
         if step % args.eval_every == 0 or step == args.steps:
             train_bits = torch.stack(since_last).mean().item() / math.log(2)
             history.append((step, train_bits, bits_per_char(model, text.test, args.context)))
@@ -149,12 +140,9 @@ def main() -> None:
     sizes = {"batch_size": 8, "accumulate": 2, "context": 64, "heads": 4, "layers": 2}
     parser = Parser(__doc__, opt_level="O5", steps=800, eval_every=100, **sizes)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="default adamw")
-    parser.add_argument("--offload", action="store_true", help="keep optimizer state in host memory; at O5")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate; default 0.003")
     parser.add_argument("--plot", type=writable, metavar="PATH", help="draw the loss into this PNG")
     args = parser.parse_args()
-    if args.offload and (args.optimizer, args.opt_level) != ("adamw", "O5"):
-        parser.error(f"--offload: {args.optimizer} at {args.opt_level} was given, and it is shown with adamw at O5")
     text = Text(args.device)
     model, history, skipped = train(args, text)
     print("sample:", sample(model, text, args.context, prompt="The ", length=200), sep="\n")
@@ -165,10 +153,8 @@ def main() -> None:
             axis.plot(steps, held_out, "o-", label="held out")
             axis.set(title=f"Character GPT at {args.opt_level}", xlabel="step", ylabel="bits per character")
             axis.legend()
-    print(
-        f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | "
-        f"loss scale {amp.loss_scale():g} | skipped steps {skipped} of {args.steps}"
-    )
+    scaling = f"loss scale {amp.loss_scale():g} | skipped steps {skipped} of {args.steps}"
+    print(f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | {scaling}")
 
 
 if __name__ == "__main__":

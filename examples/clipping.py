@@ -94,11 +94,9 @@ def main() -> None:
     with torch.no_grad():
         error = F.mse_loss(model(x), curve(x)).item()
     clipped = sum(before > args.threshold for before, _ in sizes)
-    largest_before, largest_after = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
-    print(
-        f"error {error_before:.4f} -> {error:.4f} | clipped {clipped} of {len(sizes)} steps: largest {args.clip} "
-        f"{largest_before:.4g} before, {largest_after:.4g} after | loss scale {scale:g} | skipped steps {skipped}"
-    )
+    before, after = (max(column) for column in zip(*sizes, strict=True)) if sizes else (0.0, 0.0)
+    told = f"clipped {clipped} of {len(sizes)} steps: largest {args.clip} {before:.4g} before, {after:.4g} after"
+    print(f"error {error_before:.4f} -> {error:.4f} | {told} | loss scale {scale:g} | skipped steps {skipped}")
 
 
 if __name__ == "__main__":

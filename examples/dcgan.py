@@ -2,8 +2,7 @@
 
     python examples/dcgan.py                        # O2: fp16 models, fp32 batch norm and master weights
 
-It draws samples beside real digits (dcgan_samples.png), and losses and loss scales over time (dcgan_losses.png). It
-measures the distance of the samples to held-out digits.
+It draws samples beside real digits (dcgan_samples.png), and losses and loss scales over time (dcgan_losses.png).
 """
 
 import torch
@@ -44,15 +43,12 @@ def make_discriminator(width: int) -> nn.Module:
 
 
 def train(args, generator, digits):
-    """Trains both models. Returns losses and loss scales of every step, and skipped steps of both optimizers."""
+    """Returns losses and loss scales of every step, and skipped steps of both optimizers."""
     device = digits.device
-    discriminator = make_discriminator(args.width).to(device)
-    d_optimizer = optimizers.FusedAdam(discriminator.parameters(), lr=0.003, betas=(0.5, 0.999))
-    g_optimizer = optimizers.FusedAdam(generator.parameters(), lr=0.003, betas=(0.5, 0.999))
-    [discriminator, generator], [d_optimizer, g_optimizer] = amp.initialize(
-        [discriminator, generator], [d_optimizer, g_optimizer], opt_level=args.opt_level, num_losses=3
-    )
-
+    models = make_discriminator(args.width).to(device), generator
+    adams = [optimizers.FusedAdam(model.parameters(), lr=0.003, betas=(0.5, 0.999)) for model in models]
+    models, adams = amp.initialize([*models], adams, opt_level=args.opt_level, num_losses=3)
+    [discriminator, generator], [d_optimizer, g_optimizer] = models, adams
     history: dict[str, list] = {"loss": [], "loss_scale": []}
     choose = torch.Generator().manual_seed(0)
     for _ in progress(range(args.steps)):
@@ -110,12 +106,6 @@ def digits_drawn(samples: Tensor, images: Tensor, labels: Tensor) -> int:
     return int((labels[nearest].bincount(minlength=10) * 50 >= len(samples)).sum())
 
 
-def shuffle_pixels(images: Tensor) -> Tensor:
-    """Noise with realistic pixel values: each pixel comes from another image."""
-    order = torch.rand(images.flatten(1).shape, generator=torch.Generator().manual_seed(0)).argsort(dim=0)
-    return images.flatten(1).gather(0, order.to(images.device)).view_as(images)
-
-
 def main() -> None:
     args = Parser(__doc__, opt_level="O2", steps=400, width=16).parse_args()
     seen, labels, unseen, _ = load_digits(args.device)
@@ -143,13 +133,13 @@ def main() -> None:
 
     for name, losses, scale in zip(NAMES, history["loss"][-1], history["loss_scale"][-1], strict=True):
         print(f"{name}: loss {losses:.3f} | loss scale {scale:g}")
-    noise = shuffle_pixels(seen)
-    print(
-        f"distance to unseen digits {frechet_distance(samples, unseen):.2f} "
-        f"(untrained {frechet_distance(untrained, unseen):.2f}, shuffled pixels {frechet_distance(noise, unseen):.2f}, "
-        f"seen digits {frechet_distance(seen, unseen):.2f}) | digits drawn {digits_drawn(samples, seen, labels)} of 10 "
-        f"| skipped steps {skipped[0]} and {skipped[1]} of {args.steps}"
-    )
+    order = torch.rand((len(seen), 64), generator=torch.Generator().manual_seed(0)).argsort(dim=0)
+    shuffled = seen.flatten(1).gather(0, order.to(seen.device))  # each pixel comes from another image
+    one, *others = (frechet_distance(images, unseen) for images in (samples, untrained, shuffled, seen))
+    told = "untrained {:.2f}, shuffled pixels {:.2f}, seen digits {:.2f}".format(*others)
+    skips = f"skipped steps {skipped[0]} and {skipped[1]} of {args.steps}"
+    drawn = digits_drawn(samples, seen, labels)
+    print(f"distance to unseen digits {one:.2f} ({told}) | digits drawn {drawn} of 10 | {skips}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python examples/digits.py --opt-level O2                    # fp16 model, fp32 batch norm and master weights
     python examples/digits.py --checkpoint digits.pt            # saves after every epoch; --resume digits.pt goes on
 
-A dynamic loss scale starts far too high, so that the first steps are skipped. Then the net trains in fp32, too. The
-program prints the test accuracies and draws loss, loss scale and skipped steps over time (digits.png).
+A dynamic loss scale starts far too high, so that the first steps are skipped. Then the net trains in fp32, too. A plot
+(digits.png) has loss, loss scale and skipped steps over time.
 """
 
 import os
@@ -41,17 +41,9 @@ def refuse(reason: str) -> None:
 
 def save_checkpoint(path: Path, args, epoch, history, model, optimizer, schedule) -> None:
     """Writes a temporary file and renames it, so that a crash leaves the previous checkpoint intact."""
-    checkpoint = {
-        "format": CHECKPOINT_FORMAT,
-        "opt_level": args.opt_level,
-        "optimizer_name": args.optimizer,
-        "epoch": epoch,
-        "history": history,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "amp": amp.state_dict(),
-    }
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    checkpoint |= {"schedule": schedule.state_dict(), "epoch": epoch, "history": history}
+    checkpoint |= {"format": CHECKPOINT_FORMAT, "opt_level": args.opt_level, "optimizer_name": args.optimizer}
     part = path.with_name(path.name + ".part")
     torch.save(checkpoint, part)
     os.replace(part, path)
@@ -84,7 +76,6 @@ def load_checkpoint(checkpoint: dict, model, optimizer, schedule) -> None:
 
 def train(args, opt_level: str, checkpoint: dict | None = None) -> dict[str, list]:
     images, labels, test_images, test_labels = load_digits(args.device)
-
     torch.manual_seed(0)
     model = make_model().to(args.device)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters())
@@ -164,10 +155,8 @@ def main() -> None:
     fp32 = None if args.alone or args.resume or args.opt_level == "O0" else train(args, "O0")
     skipped, scale = sum(history["skipped"]), history["loss_scale"][-1]
     in_fp32 = f", in fp32 {fp32['accuracy'][-1]:.2f}%" if fp32 else ""
-    print(
-        f"test accuracy {history['accuracy'][-1]:.2f}%{in_fp32} | loss scale {scale:g} | "
-        f"skipped steps {skipped} of {len(history['skipped'])}"
-    )
+    scaling = f"loss scale {scale:g} | skipped steps {skipped} of {len(history['skipped'])}"
+    print(f"test accuracy {history['accuracy'][-1]:.2f}%{in_fp32} | {scaling}")
     draw(history, fp32, args.opt_level, args.plot)
 
 

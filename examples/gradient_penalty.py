@@ -4,8 +4,8 @@
     python examples/gradient_penalty.py --api torch         # torch.autocast and GradScaler
     python examples/gradient_penalty.py --weight 0          # no penalty, to compare with
 
-torch.autograd.grad returns the gradients of the penalty. No optimizer unscales them, so the program scales and unscales
-them itself. The double backward goes through a BatchNorm in training mode. wgan_gp.py has the penalty of a GAN.
+No optimizer unscales what torch.autograd.grad returns, so the program scales and unscales it by itself. The double
+backward goes through a BatchNorm in training mode. wgan_gp.py has the penalty of a GAN.
 """
 
 import torch
@@ -83,9 +83,8 @@ def main() -> None:
     parser = Parser(__doc__, opt_level="O2", apis=True, steps=200)
     parser.add_argument("--weight", type=float, default=0.5, help="weight of the penalty; default 0.5")
     args = parser.parse_args()
-    model = nn.Sequential(
-        nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
-    ).to(args.device)
+    hidden = [nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()]
+    model = nn.Sequential(*hidden, nn.Linear(32, 2)).to(args.device)
     data = (moons(32, args.device) for _ in range(args.steps))
     train = train_apex if args.api == "apex" else train_torch
     norms, scale, skipped = train(model, data, args)
@@ -94,10 +93,9 @@ def main() -> None:
     with torch.no_grad():
         accuracy = 100 * (model(x).argmax(1) == y).float().mean().item()
     last = norms[-50:]
-    print(
-        f"accuracy {accuracy:.1f}% | gradient norm {norms[0]:.3f} at first, {sum(last) / len(last):.3f} in "
-        f"the last {len(last)} steps | loss scale {scale:g} | skipped steps {skipped} of {len(norms)}"
-    )
+    gradients = f"gradient norm {norms[0]:.3f} at first, {sum(last) / len(last):.3f} in the last {len(last)} steps"
+    scaling = f"loss scale {scale:g} | skipped steps {skipped} of {len(norms)}"
+    print(f"accuracy {accuracy:.1f}% | {gradients} | {scaling}")
 
 
 if __name__ == "__main__":

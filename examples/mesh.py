@@ -7,13 +7,11 @@
 All take the same batches: each data-parallel rank its share. They end with the same accuracy, within rounding.
 """
 
-import gc
 import os
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from shared import LEVELS_OF_ADAM, RANK, WORLD_SIZE, Parser, accuracy, batches, join_processes, load_digits
+from shared import LEVELS_OF_ADAM, RANK, WORLD_SIZE, Parser, accuracy, batches, load_digits, processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,14 +23,8 @@ from ampctx.distributed import mixed_precision_policy
 
 BATCH = 32  # of all ranks together
 # The dimensions of the mesh. The first of two has two ranks.
-MESHES: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "ddp": ("replicate",),
-    "fsdp": ("shard",),
-    "hsdp": ("replicate", "shard"),
-    "tp": ("tensor",),
-    "fsdp+tp": ("shard", "tensor"),
-}
+MESHES: dict[str, tuple[str, ...]] = {"none": (), "ddp": ("replicate",), "fsdp": ("shard",), "tp": ("tensor",)}
+MESHES |= {"hsdp": ("replicate", "shard"), "fsdp+tp": ("shard", "tensor")}
 
 
 class Block(nn.Module):
@@ -103,20 +95,15 @@ def main() -> None:
     parser.add_argument("--engine", default="none", choices=MESHES, help="with torchrun; default none, for one process")
     args = parser.parse_args()
     if (args.engine == "none") == ("RANK" in os.environ) or WORLD_SIZE % max(1, len(MESHES[args.engine])):
-        parser.error(
-            f"--engine {args.engine}: start it with torchrun, or --engine none without; two axes need an even number"
-        )
-    device = join_processes(args.device)
-    images, labels, test_images, test_labels = load_digits(device)
-    model, about = train(args, device, images, labels)
-    result = accuracy(model, test_images, test_labels)  # every rank takes part in the forward
+        parser.error(f"--engine {args.engine}: only none goes without torchrun; two axes need an even number")
+    with processes(args.device) as device:
+        images, labels, test_images, test_labels = load_digits(device)
+        model, about = train(args, device, images, labels)
+        result = accuracy(model, test_images, test_labels)  # every rank takes part in the forward
+        amp.reset()
+        del model
     if RANK == 0:
         print(f"{args.engine} on {WORLD_SIZE}: test accuracy {result:.2f}% | {about}", flush=True)
-    amp.reset()
-    if dist.is_initialized():
-        del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
-        gc.collect()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,19 +4,17 @@
     torchrun --nproc-per-node 2 examples/parallel.py --api amp torch    # then again with torch.autocast and GradScaler
     python examples/parallel.py                                    # nn.DataParallel; on a CPU, threads
 
-nn.DataParallel runs a replica of the model in one thread for each GPU. Without a GPU it uses only the
-calling thread, so this program then uses the class ``Threads`` below.
+nn.DataParallel runs a replica of the model in a thread for each GPU. Without a GPU ``Threads`` below does so.
 """
 
 import contextlib
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared import RANK, WORLD_SIZE, Parser, accuracy, batches, join_processes, load_digits
+from shared import RANK, WORLD_SIZE, Parser, accuracy, batches, load_digits, processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +22,6 @@ from ampctx import GradScaler, amp, optimizers
 
 BATCH = 16  # of each process
 AUTOCAST_DTYPE = {"O0": None, "O1": torch.float16, "O4": torch.bfloat16}
-
-
 # The threads and dtypes of the first layer's latest outputs.
 seen: set[tuple[str, torch.dtype]] = set()
 
@@ -41,10 +37,7 @@ def make_model() -> nn.Module:
 
 
 class WithAutocast(nn.Module):
-    """Runs a model under torch's autocast in every thread that calls it. ``dtype`` None: no autocast.
-
-    amp.initialize does the same for its models at O1 and O4.
-    """
+    """Runs a model under torch's autocast in every thread that calls it, as amp.initialize does at O1 and O4."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -82,14 +75,15 @@ def in_parallel(model: nn.Module, device: torch.device, threads: int) -> nn.Modu
     return nn.DataParallel(model) if device.type == "cuda" else Threads(model, threads)
 
 
-def without_sync(model: nn.Module, more: bool) -> contextlib.AbstractContextManager:
+def without_sync(model: nn.Module, more: bool):
     """Skips DistributedDataParallel's reduction for all but the last micro-batch, which reduces the sums."""
     return model.no_sync() if more and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
-def overflow_in(args, step: int) -> float:
-    """The factor of the loss: inf on the last rank at step --overflow-at, else 1."""
-    return float("inf") if step == args.overflow_at and RANK == WORLD_SIZE - 1 else 1.0
+def loss_of(args, logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """The loss of a micro-batch; inf on the last rank at step --overflow-at."""
+    factor = float("inf") if step == args.overflow_at and RANK == WORLD_SIZE - 1 else 1 / args.accumulate
+    return F.cross_entropy(logits.float(), targets) * factor
 
 
 def train_with_amp(args, device, data):
@@ -97,12 +91,11 @@ def train_with_amp(args, device, data):
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     model = in_parallel(model, device, args.threads)
-
     for step, (images, labels) in enumerate(data):
         for i, (inputs, targets) in enumerate(zip(images.split(BATCH), labels.split(BATCH), strict=True), start=1):
             more = i < args.accumulate
             with without_sync(model, more):
-                loss = F.cross_entropy(model(inputs), targets) / args.accumulate * overflow_in(args, step)
+                loss = loss_of(args, model(inputs), targets, step)
                 with amp.scale_loss(loss, optimizer, delay_unscale=more) as scaled_loss:
                     scaled_loss.backward()
         optimizer.step()
@@ -114,15 +107,11 @@ def train_with_autocast(args, device, data):
     model = make_model().to(device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model = in_parallel(WithAutocast(model, AUTOCAST_DTYPE[args.opt_level]), device, args.threads)
-    scaler = GradScaler(device.type, enabled=args.opt_level == "O1")
-
-    skipped = 0
+    scaler, skipped = GradScaler(device.type, enabled=args.opt_level == "O1"), 0
     for step, (images, labels) in enumerate(data):
         for i, (inputs, targets) in enumerate(zip(images.split(BATCH), labels.split(BATCH), strict=True), start=1):
             with without_sync(model, i < args.accumulate):
-                logits = model(inputs).float()
-                loss = F.cross_entropy(logits, targets) / args.accumulate * overflow_in(args, step)
-                scaler.scale(loss).backward()
+                scaler.scale(loss_of(args, model(inputs), targets, step)).backward()
         scaler.step(optimizer)
         scaler.update()
         skipped += not scaler.outcome(optimizer).stepped
@@ -164,27 +153,22 @@ def main() -> None:
     args = parser.parse_args()
     if "torch" in args.api and args.opt_level not in AUTOCAST_DTYPE:
         parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} is for --api amp")
-    device = join_processes(args.device)
-    images, labels, test_images, test_labels = load_digits(device)
-    size = BATCH * args.accumulate
-    data = [step for epoch in range(args.epochs) for step in batches(images, labels, size, epoch, RANK, WORLD_SIZE)]
-    for api in args.api:
-        torch.manual_seed(0)
-        train = train_with_amp if api == "amp" else train_with_autocast
-        model, scale, skipped = train(args, device, data)
-        result = accuracy(model, test_images, test_labels)
-        if dist.is_initialized():
-            how = report_ranks(model, scale, skipped, result)
-        else:
-            how = report_threads(args, api, model, test_images)
-        if RANK == 0:
-            scaling = f"loss scale {scale:g} | skipped steps {skipped} of {len(data)}"
-            print(f"{api}: test accuracy {result:.2f}% | {how} | {scaling}")
-        amp.reset()
-    if dist.is_initialized():
-        del model  # it holds the group, and would free it with Python's lock, for which a gloo thread may wait
-        gc.collect()
-        dist.destroy_process_group()
+    with processes(args.device) as device:
+        images, labels, test_images, test_labels = load_digits(device)
+        size = BATCH * args.accumulate
+        data = [step for epoch in range(args.epochs) for step in batches(images, labels, size, epoch, RANK, WORLD_SIZE)]
+        for api in args.api:
+            torch.manual_seed(0)
+            train = train_with_amp if api == "amp" else train_with_autocast
+            model, scale, skipped = train(args, device, data)
+            result = accuracy(model, test_images, test_labels)
+            shared = report_ranks(model, scale, skipped, result) if dist.is_initialized() else None
+            how = shared or report_threads(args, api, model, test_images)
+            if RANK == 0:
+                scaling = f"loss scale {scale:g} | skipped steps {skipped} of {len(data)}"
+                print(f"{api}: test accuracy {result:.2f}% | {how} | {scaling}")
+            amp.reset()
+        del model
 
 
 if __name__ == "__main__":

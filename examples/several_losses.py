@@ -29,10 +29,8 @@ class Two(nn.Module):
 
 def losses_of(models: list[nn.Module], x: Tensor, target: Tensor) -> list[Tensor]:
     outputs = models[0](x) if len(models) == 1 else [model(x) for model in models]
-    return [
-        F.mse_loss(2 * outputs[0] + 3 * outputs[1], target),
-        100 * F.mse_loss(3 * outputs[0] - 5 * outputs[1], target),
-    ]
+    first, second = 2 * outputs[0] + 3 * outputs[1], 3 * outputs[0] - 5 * outputs[1]
+    return [F.mse_loss(first, target), 100 * F.mse_loss(second, target)]
 
 
 def initialize(models: list[nn.Module], optimizers: list, **options) -> None:
@@ -54,21 +52,17 @@ def train_apex(models, optimizers, data, args):
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses = losses_of(models, x, target)
-        # Name all optimizers whose parameters the backward reaches. retain_graph is not about amp: the second backward
-        # uses the same graph.
         if args.scales == "shared":
             # One scale: gradients of the first loss stay scaled, and the last block unscales the sum.
-            with amp.scale_loss(losses[0], optimizers, delay_unscale=True) as scaled_loss:
-                scaled_loss.backward(retain_graph=True)
-            with amp.scale_loss(losses[1], optimizers) as scaled_loss:
-                scaled_loss.backward()
+            first, second = {"delay_unscale": True}, {}
         else:
-            # A scale for each loss: each block unscales, and the gradients add up. An overflow lowers only its own
-            # scale.
-            with amp.scale_loss(losses[0], optimizers, loss_id=0) as scaled_loss:
-                scaled_loss.backward(retain_graph=True)
-            with amp.scale_loss(losses[1], optimizers, loss_id=1) as scaled_loss:
-                scaled_loss.backward()
+            # A scale for each loss: each block unscales, and the gradients add up. An overflow lowers its own scale.
+            first, second = {"loss_id": 0}, {"loss_id": 1}
+        # Name all optimizers whose parameters the backward reaches. The second backward uses the same graph.
+        with amp.scale_loss(losses[0], optimizers, **first) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+        with amp.scale_loss(losses[1], optimizers, **second) as scaled_loss:
+            scaled_loss.backward()
         for optimizer in optimizers:
             optimizer.step()
     return [scaler["loss_scale"] for scaler in amp.state_dict().values()]
@@ -113,13 +107,11 @@ def main() -> None:
     with torch.no_grad():
         before = losses_of(models, x, target)
     train = train_apex if args.api == "apex" else train_torch
-    scales = train(models, optimizers, batches(), args)
+    scales = " and ".join(f"{scale:g}" for scale in train(models, optimizers, batches(), args))
     with torch.no_grad():
         after = losses_of(models, x, target)
-    print(
-        f"loss 0: {before[0]:.4f} -> {after[0]:.4f} | loss 1: {before[1]:.4f} -> {after[1]:.4f} | "
-        f"loss scales {' and '.join(f'{scale:g}' for scale in scales)}"
-    )
+    losses = [f"loss {i}: {before[i]:.4f} -> {after[i]:.4f}" for i in range(2)]
+    print(" | ".join([*losses, f"loss scales {scales}"]))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ Nothing here is about mixed precision. Each program has its training loop.
 
 import argparse
 import contextlib
+import gc
 import gzip
 import os
 from pathlib import Path
 
 import torch
 
-# Import this before the default process group exists. DistributedDataParallel imports it later, and default arguments
-# would then keep the group alive after destroy_process_group. A gloo thread that frees a tensor while Python shuts down
-# ends the process with SIGABRT.
+# Before the process group exists: DistributedDataParallel imports it later, and default arguments would keep the group
+# alive. A gloo thread that frees a tensor while Python shuts down ends the process with SIGABRT.
 import torch.distributed.nn
 from torch import Tensor, nn
 
@@ -68,15 +68,19 @@ def writable(text: str) -> Path:
     return path
 
 
-def join_processes(device: str) -> torch.device:
-    """Joins the processes of torchrun, if there are any. Returns the device of this process."""
+@contextlib.contextmanager
+def processes(device: str):
+    """Joins the processes of torchrun, if there are any, gives the device of this process, and leaves them."""
     here = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else "cpu")
     if device == "cuda":
         torch.cuda.set_device(here)
     if "RANK" in os.environ:
         on_gpu = {"backend": "nccl", "device_id": here}
         torch.distributed.init_process_group(**on_gpu if device == "cuda" else {"backend": "gloo"})
-    return here
+    yield here
+    if torch.distributed.is_initialized():
+        gc.collect()  # a model holds the group, and would free it with Python's lock, for which a gloo thread may wait
+        torch.distributed.destroy_process_group()
 
 
 def load_digits(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

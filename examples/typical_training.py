@@ -54,10 +54,9 @@ def main() -> None:
     train = train_apex if args.api == "apex" else train_torch
     losses, scale, skipped = train(model, optimizer, data, args)
     first, last = losses[0].item(), torch.stack(losses[-20:]).mean().item()
-    print(
-        f"test accuracy {accuracy(model, test_images, test_labels):.2f}% | loss {first:.4f} -> {last:.4f} | "
-        f"loss scale {scale:g} | skipped steps {skipped} of {len(losses)}"
-    )
+    scaling = f"loss scale {scale:g} | skipped steps {skipped} of {len(losses)}"
+    result = accuracy(model, test_images, test_labels)
+    print(f"test accuracy {result:.2f}% | loss {first:.4f} -> {last:.4f} | {scaling}")
 
 
 if __name__ == "__main__":

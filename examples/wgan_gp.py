@@ -3,8 +3,7 @@
     python examples/wgan_gp.py                          # apex's interface, at O1; a loss scale for each of two losses
     python examples/wgan_gp.py --api torch              # torch.autocast, and a GradScaler for each of two losses
 
-The generator has BatchNorm. The critic has LayerNorm: the penalty needs its gradient at each sample alone, and with
-BatchNorm that gradient would depend on the other samples.
+The critic has LayerNorm: the penalty needs its gradient at each sample alone. BatchNorm would mix in other samples.
 """
 
 import torch
@@ -28,9 +27,8 @@ def penalty_of(grad: Tensor) -> Tensor:
 
 
 def train_apex(generator, critic, optimizers, args):
-    [generator, critic], [g_optimizer, c_optimizer] = amp.initialize(
-        [generator, critic], optimizers, opt_level=args.opt_level, num_losses=2
-    )
+    models, optimizers = amp.initialize([generator, critic], optimizers, opt_level=args.opt_level, num_losses=2)
+    [generator, critic], [g_optimizer, c_optimizer] = models, optimizers
     for _ in range(args.steps):
         for _ in range(CRITIC_STEPS):
             real = circle(BATCH, args.device)
@@ -48,7 +46,6 @@ def train_apex(generator, critic, optimizers, args):
             with amp.scale_loss(loss, c_optimizer, loss_id=0) as scaled_loss:
                 scaled_loss.backward()
             c_optimizer.step()
-
         critic.requires_grad_(False)  # this backward goes through the critic, but must not train it
         loss = -critic(generator(torch.randn(BATCH, LATENT, device=args.device))).mean()
         g_optimizer.zero_grad()
@@ -79,7 +76,6 @@ def train_torch(generator, critic, optimizers, args):
             c_scaler.scale(loss).backward()
             c_scaler.step(c_optimizer)
             c_scaler.update()
-
         critic.requires_grad_(False)
         with torch.autocast(args.device, dtype=torch.float16):
             loss = -critic(generator(torch.randn(BATCH, LATENT, device=args.device))).mean()
@@ -126,10 +122,8 @@ def main() -> None:
                 axis.plot(*sample.detach().T.cpu(), ".", markersize=2, label=name)
             axis.set(aspect="equal", title=f"energy distance {energy_distance(points, real):.4f}")
             axis.legend()
-    print(
-        f"energy distance {before:.4f} -> {energy_distance(points, real):.4f} | "
-        f"loss scales {scales[0]:g} (critic) and {scales[1]:g} (generator)"
-    )
+    scales = f"loss scales {scales[0]:g} (critic) and {scales[1]:g} (generator)"
+    print(f"energy distance {before:.4f} -> {energy_distance(points, real):.4f} | {scales}")
 
 
 if __name__ == "__main__":

@@ -144,6 +144,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("not implemented for 'Half'", lambda: training("O2", Distances(4, 2))[0](X)),
     ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
     *(("Attempted step but _scale is None", lambda s=s: loss_not_scaled(s())) for s in SCALERS),
+    ("got an unexpected keyword argument 'offload'", lambda: ampctx.optimizers.FusedAdam([X], offload="cpu")),
     ("Found param with type torch.HalfTensor, expected fp32", lambda: training("O2", nn.Linear(4, 2).half())),
     ("the model is under amp already", lambda: amp.initialize(training("O2")[0], opt_level="O2")),
     ("amp.initialize returned a pair, the model and the optimizer", lambda: training()(X)),
@@ -229,6 +230,8 @@ WORDS = {
     "Unexpected optimization level '02'. Use the letter O. See docs/levels.md.": "Unexpected optimization level",
     "docs/guide/skip_bad_steps.md": "steps skipped so far",
     "out of memory": "ampctx: out of memory",
+    "FSDP2 CPU offload optimizer": "got an unexpected keyword argument 'offload'",
+    "adam offload slow": "got an unexpected keyword argument 'offload'",
     "mat1 and mat2 must have the same dtype, but got Float and Half": "expected scalar type Half",
 }
 

@@ -151,10 +151,20 @@ def test_char_lm_learns_at_o5(tmp_path):
     assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
 
 
-def test_char_lm_offloads_its_optimizer(forked, tmp_path):
-    arguments = ("--heads", 1, "--batch-size", 4, "--steps", 10, "--offload")
-    found = bits(forked("char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
-    assert float(found[1]) < 6.0 < float(found[2])
+OFFLOAD_LINE = re.compile(
+    r"^loss ([\d.]+) -> ([\d.]+) \| bytes per parameter ([\d.]+) on the device, ([\d.]+) on the host \| "
+    r"resumed after 4 steps: the same bits$"
+)
+
+
+def test_offload_resumes_on_two_ranks(tmp_path):
+    arguments = ("--heads", 1, "--layers", 1, "--context", 16, "--steps", 8)
+    done = run("offload.py", "--device", "cpu", *arguments, cwd=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    first, last, device, host = map(float, OFFLOAD_LINE.fullmatch(done.stdout.rstrip()).groups())
+    assert last < first - 0.3
+    assert (device, host) == (4.0, 16.0)
+    assert {path.name for path in (tmp_path / "offload").iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
 STATE_LINE = re.compile(r"^(\w+) state: held-out bits per char ([\d.]+) \| ([\d.]+) bytes per parameter$", flags=re.M)
