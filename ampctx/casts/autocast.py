@@ -304,13 +304,8 @@ class Autocast:
 
     def _states(self, device_types: Iterable[str]) -> tuple[States, States]:
         """The autocast states now, and those for a forward that starts now."""
-        now: States = {}
-        wanted: States = {}
-        for d in device_types:
-            now[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
-            # Usually this is what ``_wanted`` gives, and it costs less.
-            wanted[d] = now[d] if on and dtype == self.dtype else self._wanted(d)
-        return now, wanted
+        now = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types}
+        return now, {d: self._wanted(d) for d in now}
 
     def begin_uncast(self, module: nn.Module, *args: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""

@@ -32,15 +32,15 @@ from ampctx.kernels.tensor_loops import has_values
 
 def _wrapper_name(model: nn.Module) -> str | None:
     """The public name of the parallel wrapper if ``model`` is one, or None."""
-    # Importing these modules is slow. If the program did not, no instance can exist.
-    for module, names in (
-        ("torch.nn.parallel", ("DistributedDataParallel", "DataParallel")),
-        ("torch.distributed.fsdp", ("FullyShardedDataParallel",)),
+    for name in (
+        "nn.parallel.DistributedDataParallel",
+        "nn.parallel.DataParallel",
+        "distributed.fsdp.FullyShardedDataParallel",
     ):
-        for name in names:
-            kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and isinstance(model, kind):
-                return f"{module}.{name}"
+        # Importing these modules is slow. If the program did not, no instance can exist.
+        module, _, kind = f"torch.{name}".rpartition(".")
+        if isinstance(model, getattr(sys.modules.get(module), kind, ())):
+            return f"{module}.{kind}"
     return None
 
 

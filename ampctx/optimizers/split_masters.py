@@ -66,7 +66,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         self.chunk_bytes = chunk_bytes
         self._guard = guard_of("SplitMasters", skip_nonfinite, skip_norm_above, process_group)
         # Steps proxies: fp32 tensors. They have memory and state only within a step.
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: Any = None
         self._proxies: dict[Tensor, nn.Parameter] = {}
         # The marks of each weight when it agreed with its remainder.
         self._seen: dict[Tensor, bytes] = {}
@@ -113,7 +113,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Gives the inner optimizer the groups as they are now: amp puts masters there, and programs edit them."""
-        assert self.inner is not None
         members = {p for group in self.param_groups for p in group["params"]}
         self._seen = {p: mark for p, mark in self._seen.items() if p in members}
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
@@ -157,7 +156,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
-        assert self.inner is not None
         inner = self.inner
         try:
             for p in chunk:
@@ -232,7 +230,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
             AmpValueError: a remainder of another dtype or shape, by name. Nothing has changed then.
         """
         inner, kept = self.inner, dict[Any, Any]()
-        assert inner is not None
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             self._follow_groups()

@@ -18,16 +18,7 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.plan import PlannedCall, run_once
-from ampctx.kernels.sharding import (
-    Grid,
-    any_sharded,
-    are_placed,
-    groups_of,
-    local,
-    place_grads,
-    spreads_of,
-    wrote,
-)
+from ampctx.kernels.sharding import any_sharded, are_placed, groups_of, local, place_grads, spreads_of, wrote
 from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
 from ampctx.weights import frames, masters
 from ampctx.weights.pending import MasterParam, Pending, pending_in
@@ -317,27 +308,19 @@ def _norm_over_ranks(
     norms = []
     for grid, joins, places, counted in spreads_of(params):
         parts = _there([here[i] for i in counted])
+        norm = _total_norm(parts, order, use_foreach) if parts else None
         if grid is not None and joins:
-            norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid, call))
-        elif parts:
-            norms.append(_total_norm(parts, order, use_foreach))
+            # Ranks send one dtype, also those without a gradient.
+            dtypes = {dtype.to_real() for dtype in set(map(dtype_of, (params[i] for i in places)))}
+            dtype, device = reduce(torch.promote_types, dtypes, torch.float32), local([params[places[0]]])[0].device
+            # Zeros are made on the device: a copy from the host would wait for it.
+            norm = torch.zeros((), dtype=dtype, device=device) if norm is None else norm.to(device, dtype)
+            norm = _over_ranks(norm, order, grid.groups, call, "the norm of its part")
+        if norm is not None:
+            norms.append(norm)
     if order == 2.0:
         return joined_norm(norms)
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)
-
-
-def _joined_over_ranks(
-    parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid, call: str
-) -> Tensor:
-    """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
-    dtypes = {dtype.to_real() for dtype in set(map(dtype_of, params))}
-    dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    device = local(params[:1])[0].device
-    if parts:
-        norm = _total_norm(parts, order, use_foreach).to(device, dtype)
-    else:  # made on the device: a copy from the host would wait for it
-        norm = torch.zeros((), dtype=dtype, device=device)
-    return _over_ranks(norm, order, grid.groups, call, "the norm of its part")
 
 
 def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: str) -> Tensor:

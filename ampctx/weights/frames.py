@@ -240,7 +240,9 @@ class Frames:
         may_wait = len(params) > 0 and self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
         if may_wait and self._masters.have_no_grads() and all(map(fills_its_storage, given)):
-            return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
+            norm, norms = foreach.unscale_l2norms_of(given, found_inf, factor, last)
+            again, found_inf.norm_again = found_inf.norm_again, None
+            return params, [], {}, Pending(masters, place, given, factor, norm, norms, again)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []

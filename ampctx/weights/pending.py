@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.extension import PLAIN_TYPES
-from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.foreach import Clipped, Factor, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
 from ampctx.kernels.tensor_loops import stored_grad
 
@@ -124,22 +124,6 @@ class Pending:
         self.clipped_from: Tensor | None = None
         self._clip: PerDevice | None = None
         self._norm, self._norms, self._norm_again = norm, norms, norm_again
-
-    @classmethod
-    def checked(
-        cls,
-        masters: Sequence[Tensor],
-        place: Place,
-        values: Sequence[Tensor],
-        inv_scale: Factor,
-        found_inf: FoundInf,
-        last: bool = False,
-    ) -> Pending:
-        """Reads the gradients once: ``found_inf`` is set if one holds inf or nan. ``last``: no later call raises it. No
-        host sync."""
-        norm, norms = foreach.unscale_l2norms_of(values, found_inf, inv_scale, last)
-        again, found_inf.norm_again = found_inf.norm_again, None
-        return cls(masters, place, values, inv_scale, norm, norms, again)
 
     @cached_property
     def grads(self) -> dict[Tensor, Tensor]:
