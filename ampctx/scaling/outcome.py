@@ -126,7 +126,9 @@ class StepOutcome:
         """``flags``: by loss id, its scale and flag. ``external``: one that was set on the optimizer. No later code may
         write to these tensors."""
         # One-element tensors, or floats once they were read. Never changed, because the history keeps it.
-        self.numbers: dict[Number, Tensor | float] = {("overflowed", i): flag for i, (_, flag) in flags.items()}
+        self.numbers: dict[Number, Tensor | float] = {}
+        for i, (_, flag) in flags.items():
+            self.numbers["overflowed", i] = flag
         if external is not None:
             self.numbers["found_inf", 0] = external
         for i, factor in (scales or {}).items():
