@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ampctx._plan import PLANS
-from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
 from ampctx.kernels.reference import Tensors
@@ -118,7 +117,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                tensor_loops.increment_version(list(tensors))
+                torch.autograd.graph.increment_version(list(tensors))
 
 
 class ScaleUpdate(NamedTuple):

@@ -475,12 +475,7 @@ class GradScaler(torch.amp.GradScaler):
         if (scale := self._loss_scale) is None:
             return {}
         own = {name: getattr(scale, name) for name in ("min_scale", "max_scale", "hysteresis")}
-        return {
-            **super().state_dict(),
-            **own,
-            "_hysteresis_tracker": scale.hysteresis_left(),
-            "format": FORMAT,
-        }
+        return {**super().state_dict(), **own, "_hysteresis_tracker": scale.hysteresis_left(), "format": FORMAT}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict()`` of this class, of torch's GradScaler, or of ``amp`` with one loss scale.
