@@ -393,7 +393,7 @@ class OptimizerBinding:
     def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
-        norm = self._grad_norm(self.gradients.pending if losses else None)
+        norm = self._grad_norm(self.masters.place.pending if losses else None)
         self.masters.drop_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
@@ -413,7 +413,7 @@ class OptimizerBinding:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def has_grads(self) -> bool:
-        return self.gradients.pending is not None or any(stored_grad(p) is not None for p in self.params())
+        return self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
 
     def model_params(self) -> list[Tensor]:
         """``params`` with model parameters in the places of their masters."""

@@ -58,8 +58,7 @@ class Plan:
         takes: set ``.grad`` of gradients that no call writes to None.
         """
         try:
-            found: list[list[Tensor]] | None = _run(self._made, groups, arguments, grads, may_share, takes)
-            return found
+            return _run(self._made, groups, arguments, grads, may_share, takes)
         except RuntimeError as error:
             raise_out_of_memory(error)
             raise

@@ -95,14 +95,9 @@ class Frames:
         """The number of open blocks."""
         return len(self.frames) - (bool(self.frames) and self.frames[0].is_window)
 
-    @property
-    def pending(self) -> Pending | None:
-        """The pending gradients of the masters, or None."""
-        return self._masters.place.pending
-
     def of_pairs(self) -> list[tuple[Tensor, Tensor | None]]:
         """Each model parameter with a master, and the master's gradient as it is, 16 bits or fp32."""
-        grads = {} if self.pending is None else self.pending.grads
+        grads = {} if (pending := self._masters.place.pending) is None else pending.grads
         return [(p, grads[m] if m in grads else stored_grad(m)) for p, m in self._masters.pairs]
 
     @property
