@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.ops import are_uniform
-from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
+from ampctx.kernels.reference import KERNEL_DTYPES, Tensors, is_dense, same_layout
 from ampctx.kernels.sharding import local
 from ampctx.kernels.tensor_loops import all_resolved, device_of, dtype_of, layout_of
 
@@ -37,9 +37,7 @@ def _agree(row: Sequence[Tensor]) -> bool:
 
 
 def buckets(
-    *lists: Sequence[Tensor],
-    along: Sequence[Sequence[Any]] = (),
-    known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+    *lists: Tensors, along: Sequence[Sequence[Any]] = (), known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance. A bucket's device is
     that of its first list. DTensors become this rank's parts. Negated views and ZeroTensors go to plain torch.
