@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,7 @@ from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, StepRecord, overflowed
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, Overflowed, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
@@ -390,7 +390,7 @@ class OptimizerBinding:
         if flag is not None:
             optimizer.found_inf = flag
 
-    def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
+    def decided(self, losses: Overflowed | None = None) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
         norm = self._grad_norm(self.masters.place.pending if losses else None)
@@ -398,7 +398,7 @@ class OptimizerBinding:
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()
-        self.steps.decided(self.optimizer, losses, scales, norm, found)
+        self.steps.decided(self.optimizer, losses or [], scales, norm, found)
 
     def _grad_norm(self, pending: Any) -> Tensor | None:
         """The norm of the step's gradients before clipping, if a clip or a check has computed it. No host sync."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampctx._plan import PLANS
 from ampctx.kernels.ops import extension, is_watched, raise_out_of_memory
+from ampctx.kernels.reference import Tensors
 from ampctx.kernels.sharding import dtensor
 from ampctx.kernels.tensor_loops import all_none, grad_of, is_fake, same_items, version_of
 
@@ -65,10 +66,7 @@ class Plan:
 
 
 def make_plan(
-    groups: Sequence[Mapping[str, Any]],
-    calls: list[PlannedCall],
-    mappings: Sequence[Entries] = (),
-    idle: Sequence[Tensor] = (),
+    groups: Sequence[Mapping[str, Any]], calls: list[PlannedCall], mappings: Sequence[Entries] = (), idle: Tensors = ()
 ) -> Plan | None:
     """Makes a plan of calls that were just made with these lists. None where it cannot read a tensor, has no kernel, or
     is switched off.

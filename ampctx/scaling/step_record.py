@@ -36,6 +36,8 @@ OUTSIDE_OF_BLOCKS = -1
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
+# Per loss id, the scale of its block.
+Scales = Mapping[int, Factor | Tensor]
 
 
 def is_to_tell(before: int, skipped: int) -> bool:
@@ -191,7 +193,7 @@ class StepRecord:
     def left_to_device(
         self,
         flags: Flags,
-        scales: Mapping[int, Factor | Tensor],
+        scales: Scales,
         grad_norm: Tensor | None,
         found_inf: Tensor | None,
         culprits: Callable[[], Culprits],
@@ -236,12 +238,7 @@ class StepRecord:
     # --- after a step that the host decided on ------------------------------------------------------------------------
 
     def decided(
-        self,
-        optimizer: Any,
-        losses: Sequence[tuple[int, LossScale]],
-        scales: Mapping[int, Factor | Tensor],
-        grad_norm: Tensor | None,
-        culprits: Culprits = (),
+        self, optimizer: Any, losses: Overflowed, scales: Scales, grad_norm: Tensor | None, culprits: Culprits = ()
     ) -> None:
         """Records a step that ran, or that ``losses`` skip. AmpStallError: one skip too many in a row."""
         if losses:
