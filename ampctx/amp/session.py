@@ -319,19 +319,15 @@ class AmpSession(FunctionCasts):
                 scale.count_clean(block.device)
             return
         flag = found_inf.joined(block.device)
-        self._conclude(bindings, scale, block.loss_id, flag, delay, found_inf.is_updated)
+        if found_inf.is_updated:  # with the check, as its scale is this optimizer's alone
+            bindings[0].flags.add(block.loss_id % len(bindings[0].loss_scales), scale, flag)
+        else:
+            self._conclude(bindings, scale, block.loss_id, flag, delay)
 
     def _conclude(
-        self,
-        bindings: list[OptimizerBinding],
-        scale: LossScale,
-        loss_id: int,
-        found_inf: Tensor,
-        delay: bool,
-        is_updated: bool = False,
+        self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
     ) -> None:
-        """Sets ``found_inf`` for the next steps. Updates the scale, which the check may have done (``is_updated``), or
-        leaves that to a later block."""
+        """Sets ``found_inf`` for the next steps. Updates the scale, or leaves that to a later block."""
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
@@ -342,8 +338,6 @@ class AmpSession(FunctionCasts):
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
-        if is_updated:
-            return
         if scale in self._deferred:
             found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)
         if scale.observer is not None:

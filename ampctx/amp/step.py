@@ -342,18 +342,12 @@ class OptimizerBinding:
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, reference = self.given, self.masters.place.checked, weakref.ref(self)
+            step, is_external = self.given, former.get("found_inf") is not None
             scales, flags.scales_used = flags.scales_used, {}
-            outcome = self.steps.left_to_device(
-                flags.by_loss,
-                scales,
-                self._grad_norm(step.pending),
-                step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
-                functools.partial(culprits.now, self),
-                functools.partial(culprits.later, reference, checked),
-                external=former.get("found_inf") is not None,
-                counts=step.counts,
-            )
+            used = step.found_inf.value if step.found_inf is not None else own.get("found_inf")
+            later = functools.partial(culprits.later, weakref.ref(self), self.masters.place.checked)
+            now, norm = functools.partial(culprits.now, self), self._grad_norm(step.pending)
+            outcome = self.steps.left_to_device(flags.by_loss, scales, norm, used, later, is_external, step.counts, now)
             self.given = _NOTHING
             self.masters.drop_grads()
             if not takes:

@@ -61,76 +61,54 @@ END = {"maximize": "bool", "write_back": "int", "seed": "int", "max_norm": "floa
 class OpSpec:
     """An optimizer op: a subclass declares it by its own name in lower case, and documents its typed call.
 
-    ``functors``: the C++ functors that step an element, one per possible number of state lists.
-    ``factors``: more arguments that are a number or a one-element tensor.
+    Declared:
+        functors: the C++ functors that step an element, one per possible number of state lists.
+        factors: more arguments that are a number or a one-element tensor.
+
+    Derived:
+        op, unscaling_op: their names; the second also stores the unscaled gradients. ops: both.
+        sized, one_element: state lists with tensors of the parameters' size, and of one element. coded: those that may
+            hold 8-bit codes.
+        lists, tensors: the arguments: lists, and single tensors after them. values: all after the lists, in order.
+        columns: the numbers in which tensors of a call may differ, as in its table.
     """
 
-    name: str
     numbers: tuple[Number, ...]
     states: tuple[State, ...] = ()
     functors: tuple[str, ...] = ()
     factors: tuple[str, ...] = ()
     elementwise = True
+    name: str
+    op: str
+    unscaling_op: str
+    ops: tuple[str, str]
+    sized: tuple[State, ...]
+    one_element: tuple[State, ...]
+    coded: tuple[State, ...]
+    lists: tuple[str, ...]
+    tensors: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[str, ...]
 
     def __init_subclass__(cls) -> None:
-        cls.name = cls.__name__.lower()
+        cls.name, states = cls.__name__.lower(), (*cls.states, State("steps", "step", one_element=True))
+        cls.ops = cls.op, cls.unscaling_op = f"multi_tensor_{cls.name}", f"multi_tensor_unscaling_{cls.name}"
+        cls.sized, cls.one_element = (tuple(s for s in states if s.one_element is alone) for alone in (False, True))
+        cls.coded = tuple(state for state in states if state.code)
+        sized, alone = ([state.name for state in some] for some in (cls.sized, cls.one_element))
+        cls.lists = ("grads", "params", *sized, "extras", *alone, *(state.scales for state in cls.coded), "skips")
+        cls.tensors = ("found_inf", "inv_scale", "lr", *cls.factors, "grad_norm", "numbers", "table", "rows")
+        cls.columns = ("lr", *(number.name for number in cls.numbers if number.type == "float"))
+        cls.values = (*cls.tensors, *(number.name for number in cls.numbers), *END)
 
     @property
     def doc(self) -> str:
         """The docstring of the typed call, with the indentation of its body."""
         return indent(cleandoc(self.__doc__ or ""), "    ").lstrip()
 
-    @cached_property
-    def op(self) -> str:
-        return f"multi_tensor_{self.name}"
-
-    @cached_property
-    def unscaling_op(self) -> str:
-        """The same step, which also stores the unscaled gradients."""
-        return f"multi_tensor_unscaling_{self.name}"
-
-    @cached_property
-    def ops(self) -> tuple[str, ...]:
-        return (self.op, self.unscaling_op)
-
-    @cached_property
-    def sized(self) -> tuple[State, ...]:
-        """State lists with tensors of the parameters' size."""
-        return tuple(state for state in self.states if not state.one_element)
-
-    @cached_property
-    def coded(self) -> tuple[State, ...]:
-        """State lists that may hold 8-bit codes."""
-        return tuple(state for state in self.states if state.code)
-
-    @cached_property
-    def one_element(self) -> tuple[State, ...]:
-        return (*(state for state in self.states if state.one_element), State("steps", "step", one_element=True))
-
-    @cached_property
-    def lists(self) -> tuple[str, ...]:
-        sized, alone = ([state.name for state in states] for states in (self.sized, self.one_element))
-        scales = (state.scales for state in self.coded)
-        return ("grads", "params", *sized, "extras", *alone, *scales, "skips")
-
-    @cached_property
-    def tensors(self) -> tuple[str, ...]:
-        """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers", "table", "rows")
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        """The numbers in which tensors of a call may differ, as in its table."""
-        return ("lr", *(number.name for number in self.numbers if number.type == "float"))
-
-    @cached_property
-    def values(self) -> tuple[str, ...]:
-        """The arguments after the lists, in order."""
-        return (*self.tensors, *(number.name for number in self.numbers), *END)
-
-    @cached_property
-    def schemas(self) -> tuple[str, ...]:
-        return (self._schema(self.op, "grads"), self._schema(self.unscaling_op, ""))
+    @property
+    def schemas(self) -> list[str]:
+        return [self._schema(self.op, "grads"), self._schema(self.unscaling_op, "")]
 
     def _schema(self, op: str, reads: str) -> str:
         """``reads``: the list that the op does not write."""

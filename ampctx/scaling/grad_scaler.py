@@ -352,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
                 steps.decided(optimizer, losses, scales, norm, culprits_of(optimizer) if losses else ())
             else:
                 later = partial(culprits_later, weakref.ref(optimizer))
-                steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], later))
         if not state["found_inf_per_device"] and not steps.told:
             steps.told = True
             warn(
