@@ -6,6 +6,7 @@ The functions take any device, dtype and layout, check nothing (``fallbacks`` do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,18 +125,11 @@ def multi_tensor_l2norm(tensors: Tensors, found_inf: Tensor, per_tensor: bool) -
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
+    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, *rule: Any
 ) -> None:
-    """The loss-scale rule of csrc/functors/loss_scale.h, as selects on the device."""
+    """The loss-scale rule of csrc/functors/loss_scale.h, as selects on the device. ``rule``: its numbers, in the order
+    of the op."""
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale = rule
     overflow = found_inf.reshape(()) != 0
     fewer = hysteresis_tracker.clamp(min=1) - 1
     left = torch.where(overflow, fewer, torch.full_like(hysteresis_tracker, hysteresis))

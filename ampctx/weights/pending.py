@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -136,12 +137,8 @@ class Pending:
 
     def not_finite(self) -> set[int]:
         """The ids of the masters whose gradients had a non-finite norm when they arrived. Host sync."""
-        return {
-            self.ids[place]
-            for places, norms in self._norms
-            for place, fine in zip(places, norms.isfinite().tolist(), strict=True)
-            if not fine
-        }
+        found = (zip(places, norms.isfinite().tolist(), strict=True) for places, norms in self._norms)
+        return {self.ids[place] for place, is_fine in chain.from_iterable(found) if not is_fine}
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for a norm of one element, as
