@@ -115,8 +115,6 @@ class _Ambient(threading.local):
         self.entries: list[Autocast] = []
         # Inside a ``suspended()`` block of any entry.
         self.suspended = False
-        # Of the entries.
-        self.device_types: set[str] = set()
         self._before: States = {}
         self._cache_before = True
 
@@ -142,7 +140,6 @@ class _Ambient(threading.local):
             self._before.clear()
 
     def _apply(self) -> None:
-        self.device_types = {d for a in self.entries for d in a.device_types}
         for d, (enabled, dtype) in self._before.items():
             owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
             torch.set_autocast_enabled(d, enabled if owner is None else not owner._paused)
@@ -236,8 +233,7 @@ class Autocast:
         device_types: Sequence[str] = (),
         allow_banned: bool = False,
     ) -> None:
-        self.dtype = dtype
-        self.allow_banned = allow_banned
+        self.dtype, self.allow_banned = dtype, allow_banned
         found = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())} | set(device_types)
         self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
         self._models = [weakref.ref(model) for model in models]
@@ -363,7 +359,7 @@ class Autocast:
                 yield
             return
         thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
-        before, wanted = self._states({*self.device_types, *_ambient.device_types})
+        before, wanted = self._states({d for autocast in (self, *_ambient.entries) for d in autocast.device_types})
         # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
         # state. Here an interrupt in one of the two restores still reaches the other.
         try:

@@ -54,8 +54,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
             such buffers and no frozen parameters in 16 bits.
     """
     for model in models:
-        wrapper = _wrapper_name(model)
-        if wrapper is not None:
+        if wrapper := _wrapper_name(model):
             raise AmpError(
                 f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "
                 "the model that amp.initialize returns, because they record the dtypes of its parameters. Call "
