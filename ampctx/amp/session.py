@@ -206,7 +206,11 @@ class AmpSession(FunctionCasts):
         if loss.is_complex():
             raise AmpTypeError(f"scale_loss: loss is {loss.dtype}, expected a floating type: backward needs a real one")
         loss_id = loss_id if type(loss_id) is int else check_loss_id(loss_id)
-        block = self._block(loss, optimizers, loss_id, delay_unscale, delay_overflow_check)
+        bindings = self._bindings_of(optimizers)
+        scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
+        if not -len(scales) <= loss_id < len(scales):
+            raise _no_such_loss("scale_loss", loss_id, scales)
+        block = Block(bindings, loss_id, scales[loss_id], loss.device, delay_unscale, delay_overflow_check)
         if self._lacks_masters:
             state.tell_of_lost_masters(self, may_wait=False)
         try:
@@ -245,13 +249,6 @@ class AmpSession(FunctionCasts):
             except BaseException:
                 block.abandon()
                 raise
-
-    def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
-        bindings = self._bindings_of(optimizers)
-        scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
-        if not -len(scales) <= loss_id < len(scales):
-            raise _no_such_loss("scale_loss", loss_id, scales)
-        return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
 
     def _shared_scales(self, bindings: list[OptimizerBinding]) -> list[LossScale]:
         # An optimizer keeps those of its own initialize.
