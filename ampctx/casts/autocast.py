@@ -289,14 +289,14 @@ class Autocast:
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
         """The autocast state for a forward that starts now. It is on if only the other thread had it off."""
-        nesting, home = _nesting(), self._thread.home
-        own = device_type in self.device_types
-        on = torch.is_autocast_enabled(device_type) or (
-            own and self.enabled and not self._paused and not home and nesting == 0
-        )
+        on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        if on and dtype == self.dtype:  # as usual
+            return on, dtype
+        nesting, home, own = _nesting(), self._thread.home, device_type in self.device_types
+        starts = own and self.enabled and not self._paused and not home and nesting == 0
         # The user's own torch.autocast block may have chosen another dtype.
         keeps_dtype = not own or (home and nesting > 0)
-        return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
+        return on or starts, dtype if keeps_dtype else self.dtype
 
     def _states(self, device_types: Iterable[str]) -> tuple[States, States]:
         """The autocast states now, and those for a forward that starts now."""
