@@ -383,10 +383,8 @@ def initialize(
         for optimizer in optimizer_list:
             allows_16bit = session.allow_incoming_model_not_fp32
             masters = MasterParams(optimizer, policy.keeps_masters, originals, names, session._masters, allows_16bit)
-            steps = StepRecord(
-                limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
-            )
-            messages = session._hints, session._log
+            messages, hooks = (session._hints, session._log), (session._step_hooks, session._skip_hooks)
+            steps = StepRecord(limit, length, num_losses, session._log.report, hooks)
             bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *messages)
             undo.callback(weak_method(bound[optimizer].release))
         watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)

@@ -38,10 +38,8 @@ def _is_of_torch(fn: Callable) -> bool:
 def _overridable() -> frozenset[Callable]:
     # torch caches what it finds at the first call. During a session that includes amp's wrappers, hence unwrap.
     found = [fn for functions in get_overridable_functions().values() for fn in functions]
-    # torch omits these.
-    found += [
-        fn for fn in map(inspect.unwrap, vars(torch.sparse).values()) if isinstance(fn, types.BuiltinFunctionType)
-    ]
+    of_sparse = map(inspect.unwrap, vars(torch.sparse).values())  # torch omits these
+    found += [fn for fn in of_sparse if isinstance(fn, types.BuiltinFunctionType)]
     return frozenset(inspect.unwrap(fn, stop=_is_of_torch) for fn in found)
 
 
