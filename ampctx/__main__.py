@@ -16,6 +16,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         what = "kernels against plain torch" if test["runs_kernels"] else "plain torch against itself, without kernels"
         rows.append(("test", f"on {test['device']}, ten calls of each op: {what}"))
         rows += [(kind, problem or "same") for kind, problem in test["differences"].items()]
-    return [
-        line
-        for name, text in rows
-        for line in textwrap.wrap(
-            text, 80, initial_indent=f"{name:11}", subsequent_indent=" " * 11, break_on_hyphens=False
-        )
-    ]
+    wrap = partial(textwrap.wrap, width=80, subsequent_indent=" " * 11, break_on_hyphens=False)
+    return [line for name, text in rows for line in wrap(text, initial_indent=f"{name:11}")]
 
 
 def explain(text: str) -> tuple[bool, str]:

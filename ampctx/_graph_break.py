@@ -4,13 +4,12 @@ compiler."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 
-def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+@partial(torch.compiler.disable, reason="amp keeps gradients apart and decides about steps on the host")
+def call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
-
-
-call = torch.compiler.disable(_call, reason="amp keeps gradients apart and decides about steps on the host")

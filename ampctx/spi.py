@@ -1,6 +1,6 @@
-"""Names that ampctx-apex may use of the core beyond its public API.
+"""Names that ampctx-apex may use of the core beyond its public API: those imported here, and functions.
 
-When the core changes, only this file follows.
+When the core changes, only this file follows. tests/test_layers.py compares it with what ampctx-apex uses.
 """
 
 from __future__ import annotations
@@ -64,15 +64,6 @@ def end_casts(autocast: Autocast) -> None:
 
 
 # --- loss scales: apex.amp.scaler -------------------------------------------------------------------------------------
-
-
-def view_of(scale: LossScale) -> Any:
-    """The ``LossScaler`` notified of each inf/nan check of ``scale``, or None."""
-    return scale.observer
-
-
-def set_view(scale: LossScale, view: Any) -> None:
-    scale.observer = view
 
 
 def is_deferred(scale: LossScale) -> bool:
@@ -174,61 +165,3 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
     """Leaves a ``found_inf`` flag to the next update of ``scale``, as a ``delay_overflow_check`` block does."""
     loss_id = binding.loss_scales.index(scale) if scale in binding.loss_scales else OUTSIDE_OF_BLOCKS
     session._conclude([binding], scale, loss_id, found_inf, delay=True)
-
-
-__all__ = [
-    "DYNAMIC",
-    "KERNEL_DTYPES",
-    "LOW_PRECISION",
-    "Autocast",
-    "FusedOptimizer",
-    "Group",
-    "Layers",
-    "LossScale",
-    "MasterParams",
-    "OptimizerBinding",
-    "Step",
-    "Undo",
-    "Work",
-    "active_casts",
-    "adapt",
-    "cast_model",
-    "check_bounds",
-    "check_count",
-    "check_option",
-    "check_real",
-    "check_scale",
-    "close_window",
-    "compute_dtype",
-    "conclude",
-    "declare_scaled",
-    "drop_window",
-    "end_casts",
-    "in_block",
-    "is_deferred",
-    "is_rank_zero",
-    "is_sharded",
-    "map_leaves",
-    "masters_in",
-    "multiply",
-    "names_arguments",
-    "only_amp_entry",
-    "open_window",
-    "plain",
-    "read_amp_entries",
-    "read_grad_scaler_state",
-    "refresh",
-    "required",
-    "resolve",
-    "run_op",
-    "session",
-    "set_dtype",
-    "set_view",
-    "strided_grad",
-    "take_deferred",
-    "unwatch_optimizers",
-    "view_of",
-    "watch_optimizers",
-    "will_skip",
-    "window",
-]

@@ -267,10 +267,9 @@ class _NamedRun:
             tree["amp"] = {"opt_level": amp["opt_level"], "torch": str(torch.__version__), "ampctx": __version__}
             for i, scale in enumerate(self.session.loss_scales):
                 wide = {float: torch.float64, int: torch.int64}  # a static scale may be any number
-                numbers = {
-                    key: torch.tensor(n, dtype=wide[type(n)], device="cpu") for key, n in scale.state_dict().items()
-                }
-                tree["amp"][f"{KEY}{i}"] = {**numbers, "dynamic": scale.moves}
+                numbers = scale.state_dict().items()
+                entries = {key: torch.tensor(n, dtype=wide[type(n)], device="cpu") for key, n in numbers}
+                tree["amp"][f"{KEY}{i}"] = {**entries, "dynamic": scale.moves}
         return tree
 
     def _without_state(self, members: list[_Member], here: list[str]) -> list[str]:

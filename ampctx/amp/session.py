@@ -206,7 +206,11 @@ class AmpSession(FunctionCasts):
         if loss.is_complex():
             raise AmpTypeError(f"scale_loss: loss is {loss.dtype}, expected a floating type: backward needs a real one")
         loss_id = loss_id if type(loss_id) is int else check_loss_id(loss_id)
-        block = self._block(loss, optimizers, loss_id, delay_unscale, delay_overflow_check)
+        bindings = self._bindings_of(optimizers)
+        scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
+        if not -len(scales) <= loss_id < len(scales):
+            raise _no_such_loss("scale_loss", loss_id, scales)
+        block = Block(bindings, loss_id, scales[loss_id], loss.device, delay_unscale, delay_overflow_check)
         if self._lacks_masters:
             state.tell_of_lost_masters(self, may_wait=False)
         try:
@@ -245,13 +249,6 @@ class AmpSession(FunctionCasts):
             except BaseException:
                 block.abandon()
                 raise
-
-    def _block(self, loss: Tensor, optimizers: Any, loss_id: int, delay: bool, delay_check: bool) -> Block:
-        bindings = self._bindings_of(optimizers)
-        scales = bindings[0].loss_scales if len(bindings) == 1 else self._shared_scales(bindings)
-        if not -len(scales) <= loss_id < len(scales):
-            raise _no_such_loss("scale_loss", loss_id, scales)
-        return Block(bindings, loss_id, scales[loss_id], loss.device, delay, delay_check)
 
     def _shared_scales(self, bindings: list[OptimizerBinding]) -> list[LossScale]:
         # An optimizer keeps those of its own initialize.
@@ -319,19 +316,15 @@ class AmpSession(FunctionCasts):
                 scale.count_clean(block.device)
             return
         flag = found_inf.joined(block.device)
-        self._conclude(bindings, scale, block.loss_id, flag, delay, found_inf.is_updated)
+        if found_inf.is_updated:  # with the check, as its scale is this optimizer's alone
+            bindings[0].flags.add(block.loss_id % len(bindings[0].loss_scales), scale, flag)
+        else:
+            self._conclude(bindings, scale, block.loss_id, flag, delay)
 
     def _conclude(
-        self,
-        bindings: list[OptimizerBinding],
-        scale: LossScale,
-        loss_id: int,
-        found_inf: Tensor,
-        delay: bool,
-        is_updated: bool = False,
+        self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
     ) -> None:
-        """Sets ``found_inf`` for the next steps. Updates the scale, which the check may have done (``is_updated``), or
-        leaves that to a later block."""
+        """Sets ``found_inf`` for the next steps. Updates the scale, or leaves that to a later block."""
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
@@ -342,8 +335,6 @@ class AmpSession(FunctionCasts):
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
-        if is_updated:
-            return
         if scale in self._deferred:
             found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)
         if scale.observer is not None:

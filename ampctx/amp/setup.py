@@ -41,8 +41,8 @@ from ampctx.scaling.step_record import StepRecord
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 
-M = TypeVar("M", bound=nn.Module)
-Opt = TypeVar("Opt")  # an optimizer, or what wraps one
+Models = TypeVar("Models", bound=nn.Module | list[Any])  # a module, or a list of them
+Optimizers = TypeVar("Optimizers")  # an optimizer, what wraps one, or a list of these
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
@@ -229,19 +229,11 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
 
 
 @overload
-def initialize(session: Any, models: M, optimizers: None = None, **options: Unpack[Options]) -> M: ...
-@overload
-def initialize(session: Any, models: list[M], optimizers: None = None, **options: Unpack[Options]) -> list[M]: ...
-@overload
-def initialize(session: Any, models: M, optimizers: list[Opt], **options: Unpack[Options]) -> tuple[M, list[Opt]]: ...
-@overload
-def initialize(session: Any, models: M, optimizers: Opt, **options: Unpack[Options]) -> tuple[M, Opt]: ...
+def initialize(session: Any, models: Models, optimizers: None = None, **options: Unpack[Options]) -> Models: ...
 @overload
 def initialize(
-    session: Any, models: list[M], optimizers: list[Opt], **options: Unpack[Options]
-) -> tuple[list[M], list[Opt]]: ...
-@overload
-def initialize(session: Any, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
+    session: Any, models: Models, optimizers: Optimizers, **options: Unpack[Options]
+) -> tuple[Models, Optimizers]: ...
 
 
 @names_arguments
@@ -391,10 +383,8 @@ def initialize(
         for optimizer in optimizer_list:
             allows_16bit = session.allow_incoming_model_not_fp32
             masters = MasterParams(optimizer, policy.keeps_masters, originals, names, session._masters, allows_16bit)
-            steps = StepRecord(
-                limit, length, num_losses, session._log.report, (session._step_hooks, session._skip_hooks)
-            )
-            messages = session._hints, session._log
+            messages, hooks = (session._hints, session._log), (session._step_hooks, session._skip_hooks)
+            steps = StepRecord(limit, length, num_losses, session._log.report, hooks)
             bound[optimizer] = OptimizerBinding(optimizer, masters, scales, session._casts, steps, names, *messages)
             undo.callback(weak_method(bound[optimizer].release))
         watch_models(undo, model_list, [b.masters for b in bound.values()], policy.keeps_masters)

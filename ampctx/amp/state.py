@@ -82,7 +82,7 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
     for binding in bindings:
         binding.refuse_to_save(call)
     scales = session.loss_scales
-    optimizers, are_lost = [], False
+    optimizers, are_lost = list[State](), False
     for binding in bindings:
         binding.follow_groups()
         masters, params, of = binding.masters, binding.params(), binding.masters.model_of
@@ -91,13 +91,8 @@ def saved(session: Any, bindings: list[OptimizerBinding], call: str) -> State:
         are_lost |= not binding.gradients.is_idle or masters.place.pending is not None
         are_lost |= any(stored_grad(m) is not None for m in masters.masters)
         are_lost |= bool(binding.flags.by_loss) and any(p.grad is not None for p in masters.leaves)
-        optimizers.append(
-            {
-                "params": len(params),
-                "names": binding.names(),
-                "masters": {i: values[of[p]] for i, p in enumerate(params) if p in of},
-            }
-        )
+        exact = {i: values[of[p]] for i, p in enumerate(params) if p in of}
+        optimizers.append({"params": len(params), "names": binding.names(), "masters": exact})
         if (own := binding.loss_scales) is not scales:
             optimizers[-1]["loss_scales"] = {f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(own)}
     if are_lost:

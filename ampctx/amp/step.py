@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,7 @@ from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.any_optimizer import align_gradients, skips_by_itself
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, StepRecord, overflowed
+from ampctx.scaling.step_record import OUTSIDE_OF_BLOCKS, FoundInfFlags, Overflowed, StepRecord, overflowed
 from ampctx.weights.clip import norm_before_clipping
 from ampctx.weights.frames import Frames
 from ampctx.weights.masters import LOADED, MasterParams
@@ -342,18 +342,12 @@ class OptimizerBinding:
             if takes:
                 kwargs["given"] = (lambda: self.given) if evaluate else self.given
             result = self.run(original, *((evaluate, *args) if evaluate or args else ()), **kwargs)
-            step, checked, reference = self.given, self.masters.place.checked, weakref.ref(self)
+            step, is_external = self.given, former.get("found_inf") is not None
             scales, flags.scales_used = flags.scales_used, {}
-            outcome = self.steps.left_to_device(
-                flags.by_loss,
-                scales,
-                self._grad_norm(step.pending),
-                step.found_inf.value if step.found_inf is not None else own.get("found_inf"),
-                functools.partial(culprits.now, self),
-                functools.partial(culprits.later, reference, checked),
-                external=former.get("found_inf") is not None,
-                counts=step.counts,
-            )
+            used = step.found_inf.value if step.found_inf is not None else own.get("found_inf")
+            later = functools.partial(culprits.later, weakref.ref(self), self.masters.place.checked)
+            now, norm = functools.partial(culprits.now, self), self._grad_norm(step.pending)
+            outcome = self.steps.left_to_device(flags.by_loss, scales, norm, used, later, is_external, step.counts, now)
             self.given = _NOTHING
             self.masters.drop_grads()
             if not takes:
@@ -390,15 +384,15 @@ class OptimizerBinding:
         if flag is not None:
             optimizer.found_inf = flag
 
-    def decided(self, losses: Sequence[tuple[int, LossScale]] = ()) -> None:
+    def decided(self, losses: Overflowed | None = None) -> None:
         """Records what the host decided: a step that ran, or one that ``losses`` skip."""
         found = culprits.now(self) if losses else ()
-        norm = self._grad_norm(self.gradients.pending if losses else None)
+        norm = self._grad_norm(self.masters.place.pending if losses else None)
         self.masters.drop_grads()
         self.gradients.stepped = True
         scales, self.flags.scales_used = self.flags.scales_used, {}
         self.flags.clear()
-        self.steps.decided(self.optimizer, losses, scales, norm, found)
+        self.steps.decided(self.optimizer, losses or [], scales, norm, found)
 
     def _grad_norm(self, pending: Any) -> Tensor | None:
         """The norm of the step's gradients before clipping, if a clip or a check has computed it. No host sync."""
@@ -413,7 +407,7 @@ class OptimizerBinding:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def has_grads(self) -> bool:
-        return self.gradients.pending is not None or any(stored_grad(p) is not None for p in self.params())
+        return self.masters.place.pending is not None or any(stored_grad(p) is not None for p in self.params())
 
     def model_params(self) -> list[Tensor]:
         """``params`` with model parameters in the places of their masters."""

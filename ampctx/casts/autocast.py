@@ -115,8 +115,6 @@ class _Ambient(threading.local):
         self.entries: list[Autocast] = []
         # Inside a ``suspended()`` block of any entry.
         self.suspended = False
-        # Of the entries.
-        self.device_types: set[str] = set()
         self._before: States = {}
         self._cache_before = True
 
@@ -142,7 +140,6 @@ class _Ambient(threading.local):
             self._before.clear()
 
     def _apply(self) -> None:
-        self.device_types = {d for a in self.entries for d in a.device_types}
         for d, (enabled, dtype) in self._before.items():
             owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
             torch.set_autocast_enabled(d, enabled if owner is None else not owner._paused)
@@ -236,8 +233,7 @@ class Autocast:
         device_types: Sequence[str] = (),
         allow_banned: bool = False,
     ) -> None:
-        self.dtype = dtype
-        self.allow_banned = allow_banned
+        self.dtype, self.allow_banned = dtype, allow_banned
         found = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())} | set(device_types)
         self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
         self._models = [weakref.ref(model) for model in models]
@@ -293,24 +289,19 @@ class Autocast:
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
         """The autocast state for a forward that starts now. It is on if only the other thread had it off."""
-        nesting, home = _nesting(), self._thread.home
-        own = device_type in self.device_types
-        on = torch.is_autocast_enabled(device_type) or (
-            own and self.enabled and not self._paused and not home and nesting == 0
-        )
+        on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        if on and dtype == self.dtype:  # as usual
+            return on, dtype
+        nesting, home, own = _nesting(), self._thread.home, device_type in self.device_types
+        starts = own and self.enabled and not self._paused and not home and nesting == 0
         # The user's own torch.autocast block may have chosen another dtype.
         keeps_dtype = not own or (home and nesting > 0)
-        return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
+        return on or starts, dtype if keeps_dtype else self.dtype
 
     def _states(self, device_types: Iterable[str]) -> tuple[States, States]:
         """The autocast states now, and those for a forward that starts now."""
-        now: States = {}
-        wanted: States = {}
-        for d in device_types:
-            now[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
-            # Usually this is what ``_wanted`` gives, and it costs less.
-            wanted[d] = now[d] if on and dtype == self.dtype else self._wanted(d)
-        return now, wanted
+        now = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types}
+        return now, {d: self._wanted(d) for d in now}
 
     def begin_uncast(self, module: nn.Module, *args: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
@@ -368,7 +359,7 @@ class Autocast:
                 yield
             return
         thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
-        before, wanted = self._states({*self.device_types, *_ambient.device_types})
+        before, wanted = self._states({d for autocast in (self, *_ambient.entries) for d in autocast.device_types})
         # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
         # state. Here an interrupt in one of the two restores still reaches the other.
         try:

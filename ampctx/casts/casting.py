@@ -32,15 +32,15 @@ from ampctx.kernels.tensor_loops import has_values
 
 def _wrapper_name(model: nn.Module) -> str | None:
     """The public name of the parallel wrapper if ``model`` is one, or None."""
-    # Importing these modules is slow. If the program did not, no instance can exist.
-    for module, names in (
-        ("torch.nn.parallel", ("DistributedDataParallel", "DataParallel")),
-        ("torch.distributed.fsdp", ("FullyShardedDataParallel",)),
+    for name in (
+        "nn.parallel.DistributedDataParallel",
+        "nn.parallel.DataParallel",
+        "distributed.fsdp.FullyShardedDataParallel",
     ):
-        for name in names:
-            kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and isinstance(model, kind):
-                return f"{module}.{name}"
+        # Importing these modules is slow. If the program did not, no instance can exist.
+        module, _, kind = f"torch.{name}".rpartition(".")
+        if isinstance(model, getattr(sys.modules.get(module), kind, ())):
+            return f"{module}.{kind}"
     return None
 
 
@@ -54,8 +54,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
             such buffers and no frozen parameters in 16 bits.
     """
     for model in models:
-        wrapper = _wrapper_name(model)
-        if wrapper is not None:
+        if wrapper := _wrapper_name(model):
             raise AmpError(
                 f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "
                 "the model that amp.initialize returns, because they record the dtypes of its parameters. Call "

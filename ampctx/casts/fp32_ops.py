@@ -19,24 +19,11 @@ from ampctx._errors import AmpValueError
 from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_arguments, map_leaves, names_dtype, widen
 from ampctx.casts.functions import cast_function, replace_function, shared
 
-_NAMESPACES: dict[str, Any] = {
-    "torch": torch,
-    "torch.nn.functional": F,
-    "torch.linalg": torch.linalg,
-    "torch.special": torch.special,
-    "torch.fft": torch.fft,
-    "torch.sparse": torch.sparse,
-}
+_NAMESPACES: dict[str, Any] = {"torch": torch, "torch.nn.functional": F}
+_NAMESPACES |= {f"torch.{name}": getattr(torch, name) for name in ("linalg", "special", "fft", "sparse")}
 # The special methods of operators.
-_OPERATORS = {
-    "add": ("__add__", "__radd__"),
-    "sub": ("__sub__", "__rsub__"),
-    "mul": ("__mul__", "__rmul__"),
-    "div": ("__truediv__", "__rtruediv__"),
-    "true_divide": ("__truediv__", "__rtruediv__"),
-    "pow": ("__pow__", "__rpow__"),
-    "matmul": ("__matmul__", "__rmatmul__"),
-}
+_OPERATORS = {name: (f"__{name}__", f"__r{name}__") for name in ("add", "sub", "mul", "pow", "matmul")}
+_OPERATORS |= dict.fromkeys(("div", "true_divide"), ("__truediv__", "__rtruediv__"))
 # These write into their arguments, which would be fp32 copies.
 _WRITE_ARGUMENTS = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
 
@@ -51,10 +38,8 @@ def _is_of_torch(fn: Callable) -> bool:
 def _overridable() -> frozenset[Callable]:
     # torch caches what it finds at the first call. During a session that includes amp's wrappers, hence unwrap.
     found = [fn for functions in get_overridable_functions().values() for fn in functions]
-    # torch omits these.
-    found += [
-        fn for fn in map(inspect.unwrap, vars(torch.sparse).values()) if isinstance(fn, types.BuiltinFunctionType)
-    ]
+    of_sparse = map(inspect.unwrap, vars(torch.sparse).values())  # torch omits these
+    found += [fn for fn in of_sparse if isinstance(fn, types.BuiltinFunctionType)]
     return frozenset(inspect.unwrap(fn, stop=_is_of_torch) for fn in found)
 
 

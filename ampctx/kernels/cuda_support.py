@@ -65,9 +65,8 @@ def _has_machine_code(archs: Sequence[str], gpu: Version) -> bool:
     arch = _number(gpu)
     if arch in _INTEGRATED:
         return arch_name(gpu) in archs
-    return any(
-        number // 10 == gpu[0] and number <= arch and number not in _INTEGRATED for number in _numbers(archs, "sm_")
-    )
+    generation = [number for number in _numbers(archs, "sm_") if number // 10 == gpu[0]]
+    return any(number <= arch and number not in _INTEGRATED for number in generation)
 
 
 def _numbers(archs: Sequence[str], kind: str) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampctx.kernels import ops, reference
 from ampctx.kernels.grouping import buckets
+from ampctx.kernels.reference import Tensors
 from ampctx.kernels.sharding import wrote
 
 
@@ -133,9 +134,7 @@ def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
-def scale(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice, last: bool = False
-) -> None:
+def scale(src: Tensors, dst: Tensors, found_inf: FoundInf, factor: Factor, last: bool = False) -> None:
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
     found = buckets(src, dst)
     for device, fused, (s, d) in found:
@@ -152,13 +151,7 @@ def scale(
 
 
 def axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: FoundInf,
-    a: float | PerDevice,
-    b: float | PerDevice,
-    arg_to_check: int = -1,
+    x: Tensors, y: Tensors, out: Tensors, found_inf: FoundInf, a: Factor, b: Factor, arg_to_check: int = -1
 ) -> None:
     """``out[i] = a * x[i] + b * y[i]`` (``ops.multi_tensor_axpby``)."""
     for device, fused, (s, t, o) in buckets(x, y, out):
@@ -170,17 +163,17 @@ def axpby(
     wrote(out)
 
 
-def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
+def l2norm(tensors: Tensors, found_inf: FoundInf) -> Tensor:
     """The L2 norm of everything as a 0-d tensor on the device of the first tensor. No host sync."""
     return unscale_l2norms_of(tensors, found_inf, 1.0, per_tensor=False)[0]
 
 
-def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
+def unscale_l2norm(tensors: Tensors, found_inf: FoundInf, inv_scale: Factor) -> Tensor:
     """``l2norm`` of the tensors times ``inv_scale``. Does not change them. No host sync."""
     return unscale_l2norms_of(tensors, found_inf, inv_scale, per_tensor=False)[0]
 
 
-def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
+def unscale_l2norms(tensors: Tensors, found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
     """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
     total, groups = unscale_l2norms_of(tensors, found_inf, inv_scale)
     if len(groups) == 1:
@@ -193,7 +186,7 @@ def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: F
 
 
 def unscale_l2norms_of(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, last: bool = False, per_tensor: bool = True
+    tensors: Tensors, found_inf: FoundInf, inv_scale: Factor, last: bool = False, per_tensor: bool = True
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     """``unscale_l2norm``, and each tensor's norm. One group per op call: places in the list, norms ``[len(places)]``.
 
@@ -216,7 +209,7 @@ def unscale_l2norms_of(
     return totals[0] if len(totals) == 1 else joined_norm(totals), groups
 
 
-def joined_norm(norms: Sequence[Tensor]) -> Tensor:
+def joined_norm(norms: Tensors) -> Tensor:
     """Joins the L2 norms of parts, 0-d on the device of the first; ``tensor(0.)`` without parts. No host sync."""
     if not norms:
         return torch.zeros((), dtype=torch.float32, device="cpu")

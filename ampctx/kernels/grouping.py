@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.ops import are_uniform
-from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
+from ampctx.kernels.reference import KERNEL_DTYPES, Tensors, is_dense, same_layout
 from ampctx.kernels.sharding import local
 from ampctx.kernels.tensor_loops import all_resolved, device_of, dtype_of, layout_of
 
@@ -29,13 +29,6 @@ def _has_kernel(devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], 
     return devices[0].type == "cpu" or torch.float64 not in dtypes
 
 
-def _is_uniform(tensors: Sequence[Tensor]) -> bool:
-    """``are_uniform`` in Python, without a new object for each tensor: many would trigger garbage collection."""
-    kinds = [set(map(of, tensors)) for of in (device_of, dtype_of, layout_of)]
-    is_one = all(len(kind) == 1 for kind in kinds) and kinds[2] == {torch.strided}
-    return is_one and all(map(Tensor.is_contiguous, tensors))
-
-
 def _agree(row: Sequence[Tensor]) -> bool:
     """Whether a kernel can walk tensors together in memory order."""
     if set(map(layout_of, row)) != {torch.strided}:
@@ -44,9 +37,7 @@ def _agree(row: Sequence[Tensor]) -> bool:
 
 
 def buckets(
-    *lists: Sequence[Tensor],
-    along: Sequence[Sequence[Any]] = (),
-    known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+    *lists: Tensors, along: Sequence[Sequence[Any]] = (), known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance. A bucket's device is
     that of its first list. DTensors become this rank's parts. Negated views and ZeroTensors go to plain torch.
@@ -57,12 +48,13 @@ def buckets(
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in (*lists, *along)]}")
     if not (uniform := are_uniform(lists)):
         lists = tuple(map(local, lists))
+        uniform = are_uniform(lists)
     every = (*lists, *along)
-    resolved = uniform or all(map(all_resolved, lists))
-    if uniform or (resolved and all(map(_is_uniform, lists))):
+    if uniform:
         first = list(map(itemgetter(0), lists))
         if _has_kernel(list(map(device_of, first)), list(map(dtype_of, first)), known_dtypes):
-            return [Bucket(first[0].device, True, [*every] if uniform else list(map(list, every)))]
+            return [Bucket(first[0].device, True, [*every])]
+    resolved = uniform or all(map(all_resolved, lists))
     found: dict[tuple, Bucket] = {}
     has_kernel: dict[tuple, bool] = {}
     for row in zip(*every, strict=True):

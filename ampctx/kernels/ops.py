@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from ampctx._plan import PLANS
-from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
+from ampctx.kernels.reference import Tensors
 
 _library = define(NAMESPACE, lambda: extension)
 extension: Extension = load(NAMESPACE, define)
 _ops = torch.ops.ampctx
+# A factor: a number, or a tensor of one element.
+Scalar = float | Tensor
 
 
 def is_watched() -> bool:
@@ -38,7 +40,7 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def factor(value: float | Tensor) -> Tensor:
+def factor(value: Scalar) -> Tensor:
     """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU. Do not write to the result."""
     if isinstance(value, Tensor):
         return value
@@ -115,7 +117,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                tensor_loops.increment_version(list(tensors))
+                torch.autograd.graph.increment_version(list(tensors))
 
 
 class ScaleUpdate(NamedTuple):
@@ -134,11 +136,7 @@ class ScaleUpdate(NamedTuple):
 
 
 def multi_tensor_scale(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    found_inf: Tensor,
-    scale: float | Tensor,
-    update: ScaleUpdate | None = None,
+    src: Tensors, dst: Tensors, found_inf: Tensor, scale: Scalar, update: ScaleUpdate | None = None
 ) -> None:
     """Computes ``dst[i] = src[i] * scale``, and sets ``found_inf`` if an element of ``src`` is inf or nan.
 
@@ -159,12 +157,7 @@ def multi_tensor_scale(
 
 
 def multi_tensor_scale_clipped(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    found_inf: Tensor,
-    scale: float | Tensor,
-    grad_norm: float | Tensor,
-    max_norm: float,
+    src: Tensors, dst: Tensors, found_inf: Tensor, scale: Scalar, grad_norm: Scalar, max_norm: float
 ) -> None:
     """``multi_tensor_scale`` by ``scale * min(max_norm / (grad_norm + 1e-6), 1)``. The launch forms that factor in
     fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync.
@@ -176,13 +169,7 @@ def multi_tensor_scale_clipped(
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: Tensor,
-    a: float | Tensor,
-    b: float | Tensor,
-    arg_to_check: int = -1,
+    x: Tensors, y: Tensors, out: Tensors, found_inf: Tensor, a: Scalar, b: Scalar, arg_to_check: int = -1
 ) -> None:
     """Computes ``out[i] = a * x[i] + b * y[i]``, and sets ``found_inf`` if a checked input has inf or nan.
 
@@ -198,9 +185,7 @@ def multi_tensor_axpby(
     wrote(out)
 
 
-def multi_tensor_l2norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
+def multi_tensor_l2norm(tensors: Tensors, found_inf: Tensor, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """Computes the L2 norm of all tensors together and, with ``per_tensor``, of each.
 
     Only an inf or nan element sets ``found_inf``. A sum of squares beyond the fp32 range gives an infinite norm without
@@ -213,14 +198,14 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_unscale_l2norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
+    tensors: Tensors, found_inf: Tensor, inv_scale: Scalar, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync."""
     return call("multi_tensor_unscale_l2norm", (tensors,), found_inf, factor(inv_scale), per_tensor)
 
 
 def unscale_l2norm_and_update(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool, update: ScaleUpdate
+    tensors: Tensors, found_inf: Tensor, inv_scale: Scalar, per_tensor: bool, update: ScaleUpdate
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``multi_tensor_unscale_l2norm`` with an update of the scale, as in ``multi_tensor_scale``, and its total norm
     again, in memory of its own. No host sync."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampctx._plan import PLANS
 from ampctx.kernels.ops import extension, is_watched, raise_out_of_memory
+from ampctx.kernels.reference import Tensors
 from ampctx.kernels.sharding import dtensor
 from ampctx.kernels.tensor_loops import all_none, grad_of, is_fake, same_items, version_of
 
@@ -58,18 +59,14 @@ class Plan:
         takes: set ``.grad`` of gradients that no call writes to None.
         """
         try:
-            found: list[list[Tensor]] | None = _run(self._made, groups, arguments, grads, may_share, takes)
-            return found
+            return _run(self._made, groups, arguments, grads, may_share, takes)
         except RuntimeError as error:
             raise_out_of_memory(error)
             raise
 
 
 def make_plan(
-    groups: Sequence[Mapping[str, Any]],
-    calls: list[PlannedCall],
-    mappings: Sequence[Entries] = (),
-    idle: Sequence[Tensor] = (),
+    groups: Sequence[Mapping[str, Any]], calls: list[PlannedCall], mappings: Sequence[Entries] = (), idle: Tensors = ()
 ) -> Plan | None:
     """Makes a plan of calls that were just made with these lists. None where it cannot read a tensor, has no kernel, or
     is switched off.
@@ -79,7 +76,6 @@ def make_plan(
     columns = [column for call in calls for column in call.columns]
     if not _are_served(columns):
         return None
-    _use_dtensor()
     # C knows a column by its owners, so that the lists of a call which are one list are read once.
     owners = [part for column in columns if column for part in ([column] if type(column) is list else column[:-1])]
     kept = list(groups), [list(group["params"]) for group in groups], list(mappings), list(idle)
@@ -92,7 +88,6 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
     where a plan could not, and nothing has changed then. ``arguments``: see ``Plan.run``."""
     if not _are_served([column for call in calls for column in call.columns]):
         return False
-    _use_dtensor()
     try:
         return bool(extension.reader.run_once([tuple(call) for call in calls], arguments))
     except RuntimeError as error:
@@ -101,9 +96,16 @@ def run_once(calls: list[PlannedCall], arguments: list[tuple[Any, ...]]) -> bool
 
 
 def _are_served(columns: list[Column]) -> bool:
+    """Whether C can make the calls with these lists. It knows DTensors then."""
     first = next((t for column in columns if column for t in (column if type(column) is list else column[-1])), None)
     is_read = isinstance(first, Tensor) and extension.serves(first.device.type)
-    return PLANS and is_read and extension.reader is not None and not is_watched()
+    if not PLANS or not is_read or extension.reader is None or is_watched():
+        return False
+    if kind := dtensor():
+        # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
+        # guards them.
+        extension.reader.use_dtensor(kind, kind._local_tensor, kind._spec)
+    return True
 
 
 # --- questions about many tensors: in C, and in a loop of Python's for what is no plain tensor -----------------------
@@ -114,13 +116,6 @@ def _in_c(name: str, otherwise: Callable[..., Any] = lambda *given: None) -> Cal
 
 
 _have_no_grads, _marks, _run = map(_in_c, ("have_no_grads", "marks", "run"))
-
-
-def _use_dtensor() -> None:
-    if kind := dtensor():
-        # Private: the descriptors of attributes that sharding.py reads, too. tests/optimizers/test_plans_on_meshes.py
-        # guards them.
-        extension.reader.use_dtensor(kind, kind._local_tensor, kind._spec)
 
 
 def have_no_grads(params: list[Tensor]) -> bool:

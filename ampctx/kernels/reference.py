@@ -6,12 +6,14 @@ The functions take any device, dtype and layout, check nothing (``fallbacks`` do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Bound here, because a user may register casts for torch.div.
 _divide = torch.div
+Tensors = Sequence[Tensor]
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -71,7 +73,7 @@ def overwrite(t: Tensor, new: Tensor) -> None:
     t[places].copy_(new[places])
 
 
-def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
+def multi_tensor_scale(src: Tensors, dst: Tensors, found_inf: Tensor, scale: Tensor) -> None:
     """dst = src * scale."""
     for s, d in zip(src, dst, strict=True):
         raise_flag(found_inf, s)
@@ -82,20 +84,14 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
 
 
 def multi_tensor_scale_clipped(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor, grad_norm: Tensor, max_norm: float
+    src: Tensors, dst: Tensors, found_inf: Tensor, scale: Tensor, grad_norm: Tensor, max_norm: float
 ) -> None:
     """dst = src * scale * min(max_norm / (grad_norm + 1e-6), 1)."""
     multi_tensor_scale(src, dst, found_inf, clipped(scale, grad_norm, max_norm))
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: Tensor,
-    a: Tensor,
-    b: Tensor,
-    arg_to_check: int,
+    x: Tensors, y: Tensors, out: Tensors, found_inf: Tensor, a: Tensor, b: Tensor, arg_to_check: int
 ) -> None:
     """out = a * x + b * y; the finite check looks at x (0), y (1) or both (-1)."""
     for s, t, o in zip(x, y, out, strict=True):
@@ -106,7 +102,7 @@ def multi_tensor_axpby(
 
 
 def multi_tensor_unscale_l2norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, per_tensor: bool
+    tensors: Tensors, found_inf: Tensor, inv_scale: Tensor, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     """sqrt(sum((t * inv_scale)**2)) over all tensors and, with ``per_tensor``, of each."""
     dtype = compute_dtype(*tensors)
@@ -122,26 +118,18 @@ def multi_tensor_unscale_l2norm(
     return total, each if per_tensor else each.new_empty(0)
 
 
-def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
+def multi_tensor_l2norm(tensors: Tensors, found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """sqrt(sum(t**2)) over all tensors and, with ``per_tensor``, of each."""
-    return multi_tensor_unscale_l2norm(
-        tensors, found_inf, torch.ones((), dtype=torch.float32, device=found_inf.device), per_tensor
-    )
+    one = torch.ones((), dtype=torch.float32, device=found_inf.device)
+    return multi_tensor_unscale_l2norm(tensors, found_inf, one, per_tensor)
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
+    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, *rule: Any
 ) -> None:
-    """The loss-scale rule of csrc/functors/loss_scale.h, as selects on the device."""
+    """The loss-scale rule of csrc/functors/loss_scale.h, as selects on the device. ``rule``: its numbers, in the order
+    of the op."""
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale = rule
     overflow = found_inf.reshape(()) != 0
     fewer = hysteresis_tracker.clamp(min=1) - 1
     left = torch.where(overflow, fewer, torch.full_like(hysteresis_tracker, hysteresis))
@@ -179,9 +167,7 @@ def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, s
     count_skip_in(skip_counts(counts, slot), found_inf, flag, scale, is_first)
 
 
-def count_skip_in(
-    counts: Sequence[Tensor], found_inf: Tensor, flag: Tensor, scale: Tensor, is_first: bool = True
-) -> None:
+def count_skip_in(counts: Tensors, found_inf: Tensor, flag: Tensor, scale: Tensor, is_first: bool = True) -> None:
     skipped, in_a_row, overflowed, value = counts
     if is_first:
         is_skipped = found_inf.reshape(()) != 0

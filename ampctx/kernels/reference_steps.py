@@ -245,15 +245,11 @@ def adam(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u + o.weight_decay * p.w if o.adam_w_mode else u)
 
 
-def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor] | tuple[float, float]:
-    if not o.bias_correction:
-        return 1.0, 1.0
-    return (1 / p.correction(o.beta1)).to(p.dtype), (1 / p.correction(o.beta2).sqrt()).to(p.dtype)
-
-
 def _adam_direction(p: _Place, o: Options, m: Tensor, v: Tensor) -> Tensor:
-    rc1, rsc2 = _corrections(p, o)
-    return (m * rc1) / (codes.root(v) * rsc2 + o.eps)
+    v = codes.root(v)
+    if o.bias_correction:
+        m, v = m * (1 / p.correction(o.beta1)).to(p.dtype), v * (1 / p.correction(o.beta2).sqrt()).to(p.dtype)
+    return m / (v + o.eps)
 
 
 def sgd(p: _Place, o: Options) -> Tensor:

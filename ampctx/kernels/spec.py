@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import cleandoc
+from textwrap import indent
 from typing import Any
 
 
@@ -56,73 +58,57 @@ class State:
 END = {"maximize": "bool", "write_back": "int", "seed": "int", "max_norm": "float", "stochastic_state": "bool"}
 
 
-@dataclass(frozen=True)
 class OpSpec:
-    """An optimizer op.
+    """An optimizer op: a subclass declares it by its own name in lower case, and documents its typed call.
 
-    ``functors``: the C++ functors that step an element, one per possible number of state lists.
-    ``factors``: more arguments that are a number or a one-element tensor.
+    Declared:
+        functors: the C++ functors that step an element, one per possible number of state lists.
+        factors: more arguments that are a number or a one-element tensor.
+
+    Derived:
+        op, unscaling_op: their names; the second also stores the unscaled gradients. ops: both.
+        sized, one_element: state lists with tensors of the parameters' size, and of one element. coded: those that may
+            hold 8-bit codes.
+        lists, tensors: the arguments: lists, and single tensors after them. values: all after the lists, in order.
+        columns: the numbers in which tensors of a call may differ, as in its table.
     """
 
-    name: str
-    doc: str
     numbers: tuple[Number, ...]
     states: tuple[State, ...] = ()
     functors: tuple[str, ...] = ()
     factors: tuple[str, ...] = ()
-    elementwise: bool = True
+    elementwise = True
+    name: str
+    op: str
+    unscaling_op: str
+    ops: tuple[str, str]
+    sized: tuple[State, ...]
+    one_element: tuple[State, ...]
+    coded: tuple[State, ...]
+    lists: tuple[str, ...]
+    tensors: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[str, ...]
 
-    @cached_property
-    def op(self) -> str:
-        return f"multi_tensor_{self.name}"
+    def __init_subclass__(cls) -> None:
+        cls.name, states = cls.__name__.lower(), (*cls.states, State("steps", "step", one_element=True))
+        cls.ops = cls.op, cls.unscaling_op = f"multi_tensor_{cls.name}", f"multi_tensor_unscaling_{cls.name}"
+        cls.sized, cls.one_element = (tuple(s for s in states if s.one_element is alone) for alone in (False, True))
+        cls.coded = tuple(state for state in states if state.code)
+        sized, alone = ([state.name for state in some] for some in (cls.sized, cls.one_element))
+        cls.lists = ("grads", "params", *sized, "extras", *alone, *(state.scales for state in cls.coded), "skips")
+        cls.tensors = ("found_inf", "inv_scale", "lr", *cls.factors, "grad_norm", "numbers", "table", "rows")
+        cls.columns = ("lr", *(number.name for number in cls.numbers if number.type == "float"))
+        cls.values = (*cls.tensors, *(number.name for number in cls.numbers), *END)
 
-    @cached_property
-    def unscaling_op(self) -> str:
-        """The same step, which also stores the unscaled gradients."""
-        return f"multi_tensor_unscaling_{self.name}"
+    @property
+    def doc(self) -> str:
+        """The docstring of the typed call, with the indentation of its body."""
+        return indent(cleandoc(self.__doc__ or ""), "    ").lstrip()
 
-    @cached_property
-    def ops(self) -> tuple[str, ...]:
-        return (self.op, self.unscaling_op)
-
-    @cached_property
-    def sized(self) -> tuple[State, ...]:
-        """State lists with tensors of the parameters' size."""
-        return tuple(state for state in self.states if not state.one_element)
-
-    @cached_property
-    def coded(self) -> tuple[State, ...]:
-        """State lists that may hold 8-bit codes."""
-        return tuple(state for state in self.states if state.code)
-
-    @cached_property
-    def one_element(self) -> tuple[State, ...]:
-        return (*(state for state in self.states if state.one_element), State("steps", "step", one_element=True))
-
-    @cached_property
-    def lists(self) -> tuple[str, ...]:
-        sized, alone = ([state.name for state in states] for states in (self.sized, self.one_element))
-        scales = (state.scales for state in self.coded)
-        return ("grads", "params", *sized, "extras", *alone, *scales, "skips")
-
-    @cached_property
-    def tensors(self) -> tuple[str, ...]:
-        """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors, "grad_norm", "numbers", "table", "rows")
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        """The numbers in which tensors of a call may differ, as in its table."""
-        return ("lr", *(number.name for number in self.numbers if number.type == "float"))
-
-    @cached_property
-    def values(self) -> tuple[str, ...]:
-        """The arguments after the lists, in order."""
-        return (*self.tensors, *(number.name for number in self.numbers), *END)
-
-    @cached_property
-    def schemas(self) -> tuple[str, ...]:
-        return (self._schema(self.op, "grads"), self._schema(self.unscaling_op, ""))
+    @property
+    def schemas(self) -> list[str]:
+        return [self._schema(self.op, "grads"), self._schema(self.unscaling_op, "")]
 
     def _schema(self, op: str, reads: str) -> str:
         """``reads``: the list that the op does not write."""
@@ -142,92 +128,94 @@ GRAD_AVERAGING = Number("grad_averaging", "bool", True)
 EXP_AVG = State("exp_avgs", "exp_avg", code="signed")
 EXP_AVG_SQ = State("exp_avg_sqs", "exp_avg_sq", code="unsigned")
 
-_ALL = (
-    OpSpec(
-        "adam",
-        """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
+
+class Adam(OpSpec):
+    """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
 
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
     p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Without ``adam_w_mode``
-    weight decay adds weight_decay p to g instead. No host sync.""",
-        (*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, ADAM_W_MODE),
-        (EXP_AVG, EXP_AVG_SQ, State("max_exp_avg_sqs", "max_exp_avg_sq", if_set="amsgrad")),
-        ("Adam<T, false>", "Adam<T, true>"),
-    ),
-    OpSpec(
-        "sgd",
-        """SGD: p -= lr b, or p -= lr (g + momentum b) with ``nesterov``.
+    weight decay adds weight_decay p to g instead. No host sync."""
+
+    numbers = (*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, ADAM_W_MODE)
+    states = (EXP_AVG, EXP_AVG_SQ, State("max_exp_avg_sqs", "max_exp_avg_sq", if_set="amsgrad"))
+    functors = ("Adam<T, false>", "Adam<T, true>")
+
+
+class Sgd(OpSpec):
+    """SGD: p -= lr b, or p -= lr (g + momentum b) with ``nesterov``.
 
     b = momentum b + (1 - dampening) g; at step count 0, b = g. Without momentum ``momentum_buffers`` is empty. Weight
-    decay adds weight_decay p to g, or with ``wd_after_momentum`` to the factor of lr. No host sync.""",
-        (
-            Number("momentum", default=0.0),
-            Number("dampening", default=0.0, checked=False),
-            NO_DECAY,
-            Number("nesterov", "bool", False),
-            Number("wd_after_momentum", "bool", False, of="wd_after_momentum"),
-        ),
-        (State("momentum_buffers", "momentum_buffer", if_set="momentum", code="signed"),),
-        ("Sgd<T, false>", "Sgd<T, true>"),
-    ),
-    OpSpec(
-        "adagrad",
-        """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
+    decay adds weight_decay p to g, or with ``wd_after_momentum`` to the factor of lr. No host sync."""
 
-    No host sync.""",
-        (EPS, NO_DECAY, Number("adagrad_w_mode", "bool", False, of="adagrad_w_mode")),
-        (State("sums", "sum"),),
-        ("Adagrad<T>",),
-    ),
-    OpSpec(
-        "lion",
-        """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
-    host sync.""",
-        (*BETAS, NO_DECAY),
-        (EXP_AVG,),
-        ("Lion<T>",),
-    ),
-    OpSpec(
-        "muon",
-        """The average of Muon, which comes before the orthogonalisation: ``params`` become the directions u.
+    numbers = (
+        *(Number("momentum", default=0.0), Number("dampening", default=0.0, checked=False), NO_DECAY),
+        Number("nesterov", "bool", False),
+        Number("wd_after_momentum", "bool", False, of="wd_after_momentum"),
+    )
+    states = (State("momentum_buffers", "momentum_buffer", if_set="momentum", code="signed"),)
+    functors = ("Sgd<T, false>", "Sgd<T, true>")
+
+
+class Adagrad(OpSpec):
+    """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
+
+    No host sync."""
+
+    numbers = (EPS, NO_DECAY, Number("adagrad_w_mode", "bool", False, of="adagrad_w_mode"))
+    states = (State("sums", "sum"),)
+    functors = ("Adagrad<T>",)
+
+
+class Lion(OpSpec):
+    """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
+    host sync."""
+
+    numbers = (*BETAS, NO_DECAY)
+    states = (EXP_AVG,)
+    functors = ("Lion<T>",)
+
+
+class Muon(OpSpec):
+    """The average of Muon, which comes before the orthogonalisation: ``params`` become the directions u.
 
     m = m + (1 - momentum) (g - m), then u = g + momentum (m - g) with ``nesterov``, else u = m. Reads neither lr nor
-    the former ``params``. The step of the weights is that of ``sgd``. No host sync.""",
-        (Number("momentum"), Number("nesterov", "bool", True)),
-        (State("momentum_buffers", "momentum_buffer", code="signed"),),
-        ("Muon<T>",),
-    ),
-    OpSpec(
-        "lamb",
-        """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
+    the former ``params``. The step of the weights is that of ``sgd``. No host sync."""
+
+    numbers = (Number("momentum"), Number("nesterov", "bool", True))
+    states = (State("momentum_buffers", "momentum_buffer", code="signed"),)
+    functors = ("Muon<T>",)
+
+
+class Lamb(OpSpec):
+    """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
 
     The ratio is per tensor. It is 1 if a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are first
     scaled down to ``max_grad_norm`` if ``global_grad_norm``, the norm of all unscaled gradients, exceeds it (0: never).
-    Without ``grad_averaging``, m = beta1 m + g. No host sync.""",
-        (
-            *(*BETAS, EPS, WEIGHT_DECAY),
-            Number("max_grad_norm", default=0.0, of=lambda _, group: group["max_grad_norm"] or 0.0),
-            *(BIAS_CORRECTION, ADAM_W_MODE, GRAD_AVERAGING),
-            Number("use_nvlamb", "bool", False, of="use_nvlamb"),
-        ),
-        (EXP_AVG, EXP_AVG_SQ),
-        factors=("global_grad_norm",),
-        elementwise=False,
-    ),
-)
-SPECS = {spec.name: spec for spec in _ALL}
+    Without ``grad_averaging``, m = beta1 m + g. No host sync."""
 
-# The optimizers, by those names, and one that has no op of its own: its state and its numbers.
-OPTIMIZERS = SPECS | {
-    "novograd": OpSpec(
-        "novograd",
-        "NovoGrad: norms, and two calls of ``sgd``.",
-        (
-            *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
-            Number("reg_inside_moment", "bool", False, of=lambda self, _: self.moment_mode == 0),
-            Number("inf_norm", "bool", False, of=lambda _, group: group["norm_type"] == 0),
-            Number("init_zero", "bool", False),
-        ),
-        (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True)),
-    ),
-}
+    numbers = (
+        *(*BETAS, EPS, WEIGHT_DECAY),
+        Number("max_grad_norm", default=0.0, of=lambda _, group: group["max_grad_norm"] or 0.0),
+        *(BIAS_CORRECTION, ADAM_W_MODE, GRAD_AVERAGING),
+        Number("use_nvlamb", "bool", False, of="use_nvlamb"),
+    )
+    states = (EXP_AVG, EXP_AVG_SQ)
+    factors = ("global_grad_norm",)
+    elementwise = False
+
+
+class Novograd(OpSpec):
+    """No op of its own: norms, and two calls of ``sgd``. Its state and its numbers."""
+
+    numbers = (
+        *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
+        Number("reg_inside_moment", "bool", False, of=lambda self, _: self.moment_mode == 0),
+        Number("inf_norm", "bool", False, of=lambda _, group: group["norm_type"] == 0),
+        Number("init_zero", "bool", False),
+    )
+    states = (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True))
+
+
+SPECS: dict[str, OpSpec] = {spec.name: spec for spec in (Adam(), Sgd(), Adagrad(), Lion(), Muon(), Lamb())}
+# The optimizers, by those names, and the one that has no op of its own.
+OPTIMIZERS = SPECS | {"novograd": Novograd()}

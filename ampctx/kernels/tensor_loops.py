@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 grad_of: Any = operator.attrgetter("grad")
 _of_tensor: Any = Tensor
@@ -73,8 +72,3 @@ def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> No
 def clear_grads(tensors: Iterable[Tensor]) -> None:
     """``grad = None`` for each tensor."""
     set_each(tensors, "grad", None)
-
-
-def bump_versions(tensors: Iterable[Tensor]) -> None:
-    """Tells autograd that the tensors changed."""
-    increment_version(list(tensors))

@@ -24,7 +24,7 @@ from ampctx.optimizers import _options
 from ampctx.optimizers._checkpoint import SKIPPED
 from ampctx.scaling import step_record
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import NO_STEP_YET, Culprits, StepOutcome, culprits_later, culprits_of, params_of
+from ampctx.scaling.outcome import NO_STEP_YET, Culprits, StepOutcome, culprits_later, params_of
 from ampctx.scaling.step_record import StepRecord
 from ampctx.weights.clip import CLIPPED, norm_of, raised_by_any_rank
 
@@ -101,8 +101,7 @@ class Guard:
             return culprits_later(stepped, is_current and is_there)
 
         flags = {0: (self._scale, is_bad)}
-        now = partial(culprits_of, optimizer)
-        outcome = self.record.left_to_device(flags, {}, norm, skips, now, later, external=True)
+        outcome = self.record.left_to_device(flags, {}, norm, skips, later, external=True)
         self.record.conclude(optimizer, outcome)
 
     def __getstate__(self) -> dict[str, Any]:

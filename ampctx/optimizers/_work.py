@@ -177,9 +177,7 @@ def members_of(optimizer: Any, step: Step) -> dict[tuple[Any, Kind], Members]:
             optimizer._check_param(g, i, p)
             destination = "model" if p in step.models else optimizer.layout_of(p)
             key = settings, (destination, is_pending, p.numel() >= coded_from)
-            if key not in found:
-                found[key] = Members([], [], [], [])
-            members = found[key]
+            members = found.setdefault(key, Members([], [], [], []))
             members.params.append(p)
             members.grads.append(grad)
             members.numbers.append(first + i)

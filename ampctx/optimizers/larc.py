@@ -55,10 +55,7 @@ class LARC:
             )
         # Set around a step by a GradScaler, or by ampctx.amp.
         self.found_inf: Tensor
-        self.optim = optimizer
-        self.trust_coefficient = trust_coefficient
-        self.clip = clip
-        self.eps = eps
+        self.optim, self.trust_coefficient, self.clip, self.eps = optimizer, trust_coefficient, clip, eps
 
     def __getstate__(self) -> dict[str, Any]:
         return without_amp(self)

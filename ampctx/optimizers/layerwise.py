@@ -25,7 +25,7 @@ from ampctx._collectives import reduced_over
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product, taken
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype, widest
+from ampctx.kernels.reference import Tensors, compute_dtype, widest
 from ampctx.kernels.sharding import any_sharded, is_split, local, spreads_of, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _work
@@ -34,7 +34,7 @@ from ampctx.optimizers._work import Work
 from ampctx.weights.step import Step
 from ampctx.weights.store import STORES
 
-Lists = Mapping[str, Sequence[Tensor]]
+Lists = Mapping[str, Tensors]
 
 _INF = float("inf")
 _SGD: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
@@ -58,22 +58,22 @@ def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> N
         _work.call(op, Work({}, kind, device, fused, [], named), {"maximize": False, "seed": 0, **numbers})
 
 
-def stacked(numbers: Sequence[Tensor]) -> Tensor:
+def stacked(numbers: Tensors) -> Tensor:
     """One-element tensors as one tensor."""
     return torch.stack([t.reshape(()) if t.dim() else t for t in numbers])
 
 
-def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
+def multiply(tensors: Tensors, factors: Tensor) -> None:
     """Each tensor times its factor, in place: no op takes one for each tensor."""
     deque(map(Tensor.mul_, tensors, factors.unbind()), maxlen=0)
 
 
-def divide(tensors: Sequence[Tensor], divisors: Tensor) -> None:
+def divide(tensors: Tensors, divisors: Tensor) -> None:
     """Each tensor by its divisor, in place."""
     deque(map(Tensor.div_, tensors, divisors.unbind()), maxlen=0)
 
 
-def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
+def adapt(updates: Tensors, of_params: Tensor, of_updates: Tensor) -> None:
     """LAMB's ratio: each update times ||p|| / ||u||, or 1 where a norm is 0."""
     multiply(updates, torch.where((of_params != 0) & (of_updates != 0), of_params / of_updates, 1.0))
 
@@ -99,13 +99,7 @@ class Layers:
         run_op(op, lists, along, {"found_inf": self.found_inf, "inv_scale": factor, **numbers})
 
     def directions(
-        self,
-        factor: Factor,
-        weights: Sequence[Tensor],
-        weight_decay: float,
-        adam_w_mode: bool,
-        taken: Tensor,
-        **options: Any,
+        self, factor: Factor, weights: Tensors, weight_decay: float, adam_w_mode: bool, taken: Tensor, **options: Any
     ) -> list[Tensor]:
         """Adam's directions for the gradients times ``factor``, with weight decay, as new tensors. Moments advance.
 
@@ -136,7 +130,7 @@ class Layers:
     def normalized(
         self,
         factor: Factor,
-        weights: Sequence[Tensor],
+        weights: Tensors,
         norms: Tensor,
         taken: Tensor,
         *,
@@ -179,7 +173,7 @@ class Layers:
         moves = self.new()
         averaged = {"grads": read, "params": moves, "momentum_buffers": self.lists["exp_avgs"]}
         # Counts of the step after this one: at 0 the op would start the average with the whole gradient.
-        along: dict[str, Sequence[Tensor]] = {"steps": list(taken.unbind())}
+        along: dict[str, Tensors] = {"steps": list(taken.unbind())}
         if "exp_avg_scales" in self.lists:
             along["momentum_buffer_scales"] = self.lists["exp_avg_scales"]
         options = {**_SGD, "momentum": beta1, "dampening": beta1 if grad_averaging else 0.0}
@@ -187,14 +181,14 @@ class Layers:
         divide(moves, c1 if reg_inside_moment else d * c1)
         return moves
 
-    def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
+    def step(self, moves: Tensors, lr: Any, **options: Any) -> None:
         """``params -= lr * moves``, with SGD's options."""
         kept = {name: self.lists[name] for name in ("params", "momentum_buffers", "extras") if name in self.lists}
         steps = torch.ones(len(moves), dtype=torch.float32, device=self.found_inf.device).unbind()
         self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
 
 
-def take_step(work: Work, moves: Sequence[Tensor], arguments: Mapping[str, Any], **options: Any) -> None:
+def take_step(work: Work, moves: Tensors, arguments: Mapping[str, Any], **options: Any) -> None:
     """``params -= lr * (inv_scale * moves + weight_decay * params)`` of a call with these ``arguments`` of its
     optimizer, whose gradients have been unscaled and turned round. The step counts advance. ``options``: of SGD."""
     lists = {"grads": moves, "momentum_buffers": [], **{n: work.lists[n] for n in ("params", "extras", "steps")}}
@@ -238,9 +232,7 @@ class Norms:
         """A number of 0 for each parameter."""
         return torch.zeros(len(self.params), dtype=widest(self.device), device=self.device)
 
-    def add(
-        self, values: Tensor, params: Sequence[Tensor], tensors: Sequence[Tensor], factor: Factor = 1, order: float = 2
-    ) -> None:
+    def add(self, values: Tensor, params: Tensors, tensors: Tensors, factor: Factor = 1, order: float = 2) -> None:
         """Sets ``values`` of the parameters to the squares of the L2 norms of ``tensors``, times the square of a
         factor; or with order inf to their largest magnitudes."""
         pairs = zip(params, tensors, strict=True)
@@ -268,13 +260,13 @@ class Norms:
             values.index_copy_(1, index, sent)
         return list(values if order == _INF else values.sqrt())
 
-    def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:
+    def add_idle(self, values: Tensor, stepped: Tensors) -> None:
         """Sets ``values`` of parameters with parts that have no gradient on this rank: another one may have."""
         with_gradient = set(map(id, stepped))
         idle = [p for p in self.params if id(p) in self._split and id(p) not in with_gradient]
         self.add(values, idle, local(idle))
 
-    def of_params(self, values: Tensor, params: Sequence[Tensor]) -> Tensor:
+    def of_params(self, values: Tensor, params: Tensors) -> Tensor:
         return values.index_select(0, self._index([self._place[id(p)] for p in params]))
 
     def of(self, values: Tensor, call: StepLayers) -> Tensor:
@@ -302,7 +294,7 @@ class StepLayers(Layers):
             _work.unscale(self.lists["grads"], step.found_inf, self.inv_scale)
             self.inv_scale = 1.0
 
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> Tensors:
         """The weights before the step: with what they lack in 16 bits."""
         params, extras, store = self.lists["params"], self.lists["extras"], STORES.get(self.work.kind[0])
         if store is None or store.mode == "copy":
@@ -322,7 +314,7 @@ class StepLayers(Layers):
         given = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False}
         _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **given, **numbers})
 
-    def finish(self, moves: Sequence[Tensor], **options: Any) -> None:
+    def finish(self, moves: Tensors, **options: Any) -> None:
         skips = () if self.skips is None else taken(self.skips, self.work.device)
         take_step(self.work, moves, self.arguments, skips=skips, **options)
 
@@ -388,7 +380,7 @@ def novograd_step(call: StepLayers, norms: Tensor) -> None:
 
 def larc_norms(
     groups: Sequence[Group], members: Sequence[tuple[list[Tensor], list[Tensor]]], inv_scale: Factor
-) -> list[list[Sequence[Tensor]]]:
+) -> list[list[Tensors]]:
     """For each group the norms of its gradients and of its parameters, where ranks hold parts, by one all_reduce; else
     none. ``members``: for each group its gradients and their parameters."""
     if not any_split(groups):

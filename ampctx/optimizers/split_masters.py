@@ -14,7 +14,6 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
-from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import first_state_of, load_between, matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
@@ -66,7 +65,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         self.chunk_bytes = chunk_bytes
         self._guard = guard_of("SplitMasters", skip_nonfinite, skip_norm_above, process_group)
         # Steps proxies: fp32 tensors. They have memory and state only within a step.
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: Any = None
         self._proxies: dict[Tensor, nn.Parameter] = {}
         # The marks of each weight when it agreed with its remainder.
         self._seen: dict[Tensor, bytes] = {}
@@ -113,7 +112,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Gives the inner optimizer the groups as they are now: amp puts masters there, and programs edit them."""
-        assert self.inner is not None
         members = {p for group in self.param_groups for p in group["params"]}
         self._seen = {p: mark for p, mark in self._seen.items() if p in members}
         self._proxies = {p: proxy for p, proxy in self._proxies.items() if p in members}
@@ -157,7 +155,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
         return loss
 
     def _step_chunk(self, chunk: list[Tensor]) -> None:
-        assert self.inner is not None
         inner = self.inner
         try:
             for p in chunk:
@@ -178,7 +175,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                     state = self.state[p]
                     state[_KEY] = state[_KEY].copy_(low) if _KEY in state else low
                     self._seen[p] = marks([p])
-            bump_versions([p for p in chunk if p.dtype != torch.bfloat16])
+            torch.autograd.graph.increment_version([p for p in chunk if p.dtype != torch.bfloat16])
         finally:
             for p in chunk:
                 proxy = self._proxies[p]
@@ -232,7 +229,6 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
             AmpValueError: a remainder of another dtype or shape, by name. Nothing has changed then.
         """
         inner, kept = self.inner, dict[Any, Any]()
-        assert inner is not None
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
             self._follow_groups()

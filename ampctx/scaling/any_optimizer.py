@@ -80,8 +80,7 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     found = [optimizer]
     for one in found:
         for value in getattr(one, "__dict__", {}).values():
-            inside = (
-                value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]
-            )
+            parts = list(value.values()) if isinstance(value, Mapping) else value
+            inside = parts if type(parts) in (list, tuple) else [parts]
             found += [o for o in inside if isinstance(o, torch.optim.Optimizer) and o not in found]
     return found

@@ -352,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
                 steps.decided(optimizer, losses, scales, norm, culprits_of(optimizer) if losses else ())
             else:
                 later = partial(culprits_later, weakref.ref(optimizer))
-                steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], tuple, later))
+                steps.conclude(optimizer, steps.left_to_device(flags, scales, norm, flags[0][1], later))
         if not state["found_inf_per_device"] and not steps.told:
             steps.told = True
             warn(
@@ -475,12 +475,7 @@ class GradScaler(torch.amp.GradScaler):
         if (scale := self._loss_scale) is None:
             return {}
         own = {name: getattr(scale, name) for name in ("min_scale", "max_scale", "hysteresis")}
-        return {
-            **super().state_dict(),
-            **own,
-            "_hysteresis_tracker": scale.hysteresis_left(),
-            "format": FORMAT,
-        }
+        return {**super().state_dict(), **own, "_hysteresis_tracker": scale.hysteresis_left(), "format": FORMAT}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict()`` of this class, of torch's GradScaler, or of ``amp`` with one loss scale.

@@ -69,9 +69,8 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
     if not suspects:
         return ()
     device = suspects[0][1].device
-    counts = [
-        move(torch.stack([kind(values).sum() for kind in (torch.isinf, torch.isnan)]), device) for _, values in suspects
-    ]
+    kinds = torch.isinf, torch.isnan
+    counts = [move(torch.stack([kind(values).sum() for kind in kinds]), device) for _, values in suspects]
     named = names()
     return tuple(
         Culprit(named.get(id(p), "a parameter of no group"), p.shape, inf, nan)

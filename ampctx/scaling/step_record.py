@@ -36,6 +36,8 @@ OUTSIDE_OF_BLOCKS = -1
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]
 Overflowed = list[tuple[int, LossScale]]
+# Per loss id, the scale of its block.
+Scales = Mapping[int, Factor | Tensor]
 
 
 def is_to_tell(before: int, skipped: int) -> bool:
@@ -191,30 +193,29 @@ class StepRecord:
     def left_to_device(
         self,
         flags: Flags,
-        scales: Mapping[int, Factor | Tensor],
+        scales: Scales,
         grad_norm: Tensor | None,
         found_inf: Tensor | None,
-        culprits: Callable[[], Culprits],
         later: Callable[[bool], Culprits],
         external: bool = False,
         counts: list[Tensor] | None = None,
+        now: Callable[[], Culprits] = tuple,
     ) -> StepOutcome:
         """Makes the outcome of a step, and counts it. The caller gives it to ``conclude``. Host sync only with hooks.
 
         ``found_inf``: the flag that the step used. ``external``: it includes a flag that no loss has raised.
-        ``culprits``, ``later``: give the parameters with non-finite gradients now, or later: then with whether
-        ``.grad`` still belongs to this step. ``counts``: the list that the step was given, empty if
-        it has counted itself."""
+        ``now``, for hooks, and ``later`` give the parameters with non-finite gradients; later with whether ``.grad``
+        still belongs to this step. ``counts``: the list that the step was given, empty if it has counted itself."""
         epoch, record = self.epoch, weakref.ref(self)
         outcome = StepOutcome(
             flags,
             external=found_inf if external else None,
             scales=scales,
             grad_norm=grad_norm,
-            culprits=lambda: later((now := record()) is not None and now.epoch == epoch),
+            culprits=lambda: later((of := record()) is not None and of.epoch == epoch),
         )
         if any(self._hooks) and host_may_read() and outcome.skipped:
-            outcome._culprits = culprits()  # found in time
+            outcome._culprits = now()  # found in time
         if flags and found_inf is not None and self._counts_skips and (counts is None or counts):
             for i, (loss_id, (scale, flag)) in enumerate(flags.items()):
                 numbers, slot = self._counts_and_slot(loss_id, scale, found_inf.device)
@@ -236,12 +237,7 @@ class StepRecord:
     # --- after a step that the host decided on ------------------------------------------------------------------------
 
     def decided(
-        self,
-        optimizer: Any,
-        losses: Sequence[tuple[int, LossScale]],
-        scales: Mapping[int, Factor | Tensor],
-        grad_norm: Tensor | None,
-        culprits: Culprits = (),
+        self, optimizer: Any, losses: Overflowed, scales: Scales, grad_norm: Tensor | None, culprits: Culprits = ()
     ) -> None:
         """Records a step that ran, or that ``losses`` skip. AmpStallError: one skip too many in a row."""
         if losses:

@@ -17,17 +17,9 @@ from ampctx._decorators import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError, warn
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
+from ampctx.kernels.ops import Scalar
 from ampctx.kernels.plan import PlannedCall, run_once
-from ampctx.kernels.sharding import (
-    Grid,
-    any_sharded,
-    are_placed,
-    groups_of,
-    local,
-    place_grads,
-    spreads_of,
-    wrote,
-)
+from ampctx.kernels.sharding import any_sharded, are_placed, groups_of, local, place_grads, spreads_of, wrote
 from ampctx.kernels.tensor_loops import all_there, device_of, dtype_of, grad_of, layout_of, set_each, stored_grad
 from ampctx.weights import frames, masters
 from ampctx.weights.pending import MasterParam, Pending, pending_in
@@ -156,26 +148,20 @@ def clip_grad_norm_(
         AmpRankError: another rank of the group or of a DTensor's mesh has ended, or has left this call out.
     """
     found = _checked_parameters(parameters)
-    are_sharded = any_sharded(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     check_process_group(process_group)
     # dynamo cannot trace pending gradients, nor what ranks have yet to agree on.
-    is_of_ranks = are_sharded or process_group is not None
+    is_of_ranks = process_group is not None or any_sharded(found)
     leaves = torch.compiler.is_compiling() and (is_of_ranks or any(isinstance(p, MasterParam) for p in found))
     clip = _clip_outside_of_graphs if leaves else _clip
-    return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach, process_group)
+    return clip(found, max_norm, order, error_if_nonfinite, foreach, process_group)
 
 
 def _clip(
-    found: list[Tensor],
-    are_sharded: bool,
-    max_norm: float | Tensor,
-    order: float,
-    error_if_nonfinite: bool,
-    use_foreach: bool | None,
-    process_group: Any,
+    found: list[Tensor], max_norm: Scalar, order: float, raises: bool, use_foreach: bool | None, process_group: Any
 ) -> Tensor:
-    in_graph = torch.compiler.is_compiling()
+    """``raises``: on a norm that is not finite."""
+    in_graph, are_sharded = torch.compiler.is_compiling(), any_sharded(found)
     for of in () if in_graph else list(frames.ALIVE):
         if of.frames:
             of.refuse_to_clip(found)
@@ -186,26 +172,25 @@ def _clip(
             alive.refuse_to_clip(without)
     touched, norm = _without(pending, found) if pending else found, None
     norms = [each.norm() for each in pending]
-    is_usual = order == 2.0 and process_group is None and not (in_graph or error_if_nonfinite)
+    is_usual = order == 2.0 and process_group is None and not (in_graph or raises)
     if touched and is_usual and not isinstance(max_norm, Tensor):
         norm = _clipped_by_plan(touched, max_norm, norms, are_sharded)
     if norm is None:
         given: list[Tensor] = []
         grads: list[Tensor] = []
         if touched or not pending:
-            given, grads, norm = _norm(touched, are_sharded, order, use_foreach)
+            given, grads, norm = _norm(touched, order, use_foreach)
             if grads or are_sharded or not pending:
                 norms.append(norm)
         norm = _over_group(joined_norm(norms), order, process_group)
-        if error_if_nonfinite and not torch.isfinite(norm):
+        if raises and not torch.isfinite(norm):
             raise AmpError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
             )
         if grads:
             _scale_down(grads, max_norm, norm)
-        if are_sharded:
-            wrote(given)
+        wrote(given)
         if not in_graph:
             set_each(given, CLIPPED, norm)
     for each in pending:
@@ -216,7 +201,7 @@ def _clip(
 def norm_of(params: list[Tensor], process_group: Any, call: str) -> Tensor:
     """The L2 norm of the gradients of parameters, over the ranks of DTensors and of a group. ``call``: for messages. No
     host sync."""
-    return _over_group(_norm(params, any_sharded(params), call=call)[2], 2.0, process_group, call)
+    return _over_group(_norm(params, call=call)[2], 2.0, process_group, call)
 
 
 def raised_by_any_rank(flags: Tensor, params: list[Tensor], process_group: Any, call: str) -> Tensor:
@@ -226,14 +211,10 @@ def raised_by_any_rank(flags: Tensor, params: list[Tensor], process_group: Any, 
 
 
 def _norm(
-    params: list[Tensor],
-    are_sharded: bool,
-    order: float = 2.0,
-    use_foreach: bool | None = None,
-    call: str = "clip_grad_norm_",
+    params: list[Tensor], order: float = 2.0, use_foreach: bool | None = None, call: str = "clip_grad_norm_"
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """The gradients of parameters, the parts of these that are not empty, and their norm."""
-    if are_sharded:
+    if any_sharded(params):
         place_grads(params)
         whole = list(map(strided_grad, params))
         parts = [None if part is None or part.numel() == 0 else part for part in local(whole)]
@@ -317,27 +298,19 @@ def _norm_over_ranks(
     norms = []
     for grid, joins, places, counted in spreads_of(params):
         parts = _there([here[i] for i in counted])
+        norm = _total_norm(parts, order, use_foreach) if parts else None
         if grid is not None and joins:
-            norms.append(_joined_over_ranks(parts, [params[i] for i in places], order, use_foreach, grid, call))
-        elif parts:
-            norms.append(_total_norm(parts, order, use_foreach))
+            # Ranks send one dtype, also those without a gradient.
+            dtypes = {dtype.to_real() for dtype in set(map(dtype_of, (params[i] for i in places)))}
+            dtype, device = reduce(torch.promote_types, dtypes, torch.float32), local([params[places[0]]])[0].device
+            # Zeros are made on the device: a copy from the host would wait for it.
+            norm = torch.zeros((), dtype=dtype, device=device) if norm is None else norm.to(device, dtype)
+            norm = _over_ranks(norm, order, grid.groups, call, "the norm of its part")
+        if norm is not None:
+            norms.append(norm)
     if order == 2.0:
         return joined_norm(norms)
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)
-
-
-def _joined_over_ranks(
-    parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid, call: str
-) -> Tensor:
-    """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
-    dtypes = {dtype.to_real() for dtype in set(map(dtype_of, params))}
-    dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    device = local(params[:1])[0].device
-    if parts:
-        norm = _total_norm(parts, order, use_foreach).to(device, dtype)
-    else:  # made on the device: a copy from the host would wait for it
-        norm = torch.zeros((), dtype=dtype, device=device)
-    return _over_ranks(norm, order, grid.groups, call, "the norm of its part")
 
 
 def _over_ranks(norm: Tensor, order: float, groups: list[Any], call: str, has: str) -> Tensor:

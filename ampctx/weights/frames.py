@@ -95,14 +95,9 @@ class Frames:
         """The number of open blocks."""
         return len(self.frames) - (bool(self.frames) and self.frames[0].is_window)
 
-    @property
-    def pending(self) -> Pending | None:
-        """The pending gradients of the masters, or None."""
-        return self._masters.place.pending
-
     def of_pairs(self) -> list[tuple[Tensor, Tensor | None]]:
         """Each model parameter with a master, and the master's gradient as it is, 16 bits or fp32."""
-        grads = {} if self.pending is None else self.pending.grads
+        grads = {} if (pending := self._masters.place.pending) is None else pending.grads
         return [(p, grads[m] if m in grads else stored_grad(m)) for p, m in self._masters.pairs]
 
     @property
@@ -240,7 +235,9 @@ class Frames:
         may_wait = len(params) > 0 and self._masters.takes_pending and not nested and place.pending is None
         # Not views into memory that other code may write to before the step.
         if may_wait and self._masters.have_no_grads() and all(map(fills_its_storage, given)):
-            return params, [], {}, Pending.checked(masters, place, given, factor, found_inf, last)
+            norm, norms = foreach.unscale_l2norms_of(given, found_inf, factor, last)
+            again, found_inf.norm_again = found_inf.norm_again, None
+            return params, [], {}, Pending(masters, place, given, factor, norm, norms, again)
         sums: list[tuple[Tensor, Tensor]] = []
         grads: dict[Tensor, Tensor | None] = {}
         fresh: list[tuple[Tensor, Tensor]] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.extension import PLAIN_TYPES
-from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.foreach import Clipped, Factor, PerDevice, Unread, product
 from ampctx.kernels.plan import have_no_grads
 from ampctx.kernels.tensor_loops import stored_grad
 
@@ -125,22 +126,6 @@ class Pending:
         self._clip: PerDevice | None = None
         self._norm, self._norms, self._norm_again = norm, norms, norm_again
 
-    @classmethod
-    def checked(
-        cls,
-        masters: Sequence[Tensor],
-        place: Place,
-        values: Sequence[Tensor],
-        inv_scale: Factor,
-        found_inf: FoundInf,
-        last: bool = False,
-    ) -> Pending:
-        """Reads the gradients once: ``found_inf`` is set if one holds inf or nan. ``last``: no later call raises it. No
-        host sync."""
-        norm, norms = foreach.unscale_l2norms_of(values, found_inf, inv_scale, last)
-        again, found_inf.norm_again = found_inf.norm_again, None
-        return cls(masters, place, values, inv_scale, norm, norms, again)
-
     @cached_property
     def grads(self) -> dict[Tensor, Tensor]:
         """The gradients by master."""
@@ -152,12 +137,8 @@ class Pending:
 
     def not_finite(self) -> set[int]:
         """The ids of the masters whose gradients had a non-finite norm when they arrived. Host sync."""
-        return {
-            self.ids[place]
-            for places, norms in self._norms
-            for place, fine in zip(places, norms.isfinite().tolist(), strict=True)
-            if not fine
-        }
+        found = (zip(places, norms.isfinite().tolist(), strict=True) for places, norms in self._norms)
+        return {self.ids[place] for place, is_fine in chain.from_iterable(found) if not is_fine}
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for a norm of one element, as
