@@ -1,4 +1,4 @@
-"""The switch of a session's op casts. ``disable_casts``, steps and closures switch them off and on again."""
+"""The switch of a session's op casts. ``disable_casts`` and steps switch them off and on again."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ampctx._errors import ExtensionError
 from ampctx.kernels.cuda_support import driver_version, why_not
+from ampctx.kernels.tensor_loops import increment_version
 
 LIBRARY = Path(__file__).parent.with_name("_ops.so")
 BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for the CUDA kernels)"

@@ -26,6 +26,7 @@ from ampctx._plan import PLANS
 from ampctx.kernels.definitions import NAMESPACE, define
 from ampctx.kernels.extension import Extension, load
 from ampctx.kernels.reference import Tensors
+from ampctx.kernels.tensor_loops import increment_version
 
 _library = define(NAMESPACE, lambda: extension)
 extension: Extension = load(NAMESPACE, define)
@@ -117,7 +118,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                torch.autograd.graph.increment_version(list(tensors))
+                increment_version(list(tensors))
 
 
 class ScaleUpdate(NamedTuple):

@@ -24,6 +24,7 @@ device_of: Any = _of_tensor.device.__get__
 layout_of: Any = _of_tensor.layout.__get__
 # Private name. torch has no public way to see a write without reading the tensor.
 version_of: Any = operator.attrgetter("_version")
+increment_version = torch.autograd.graph.increment_version
 
 
 def is_fake(t: Tensor) -> bool:

@@ -195,7 +195,7 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
 
 
 def saved(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """What ``state_dict`` of an optimizer gives, of what torch has made."""
+    """Completes the state dict that torch has made of an optimizer."""
     # A hook of the program may have put an entry there that is no dict.
     is_own = any(isinstance(state, dict) and not OWN.isdisjoint(state) for state in found["state"].values())
     state: dict[str, Any] = optimizer._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)

@@ -143,7 +143,7 @@ class Work(NamedTuple):
 
     def drawing(self, made: Numbers) -> Work:
         """The call with the numbers of the parameters that have elements, int64 on the device, if it draws random bits.
-        Made once, as a captured graph keeps the address. No host sync."""
+        Made once: the address stays. No host sync."""
         if not self.random:
             return self
         pairs = zip(self.numbers, self.lists["params"], strict=True)

@@ -70,7 +70,7 @@ class _Twin(NamedTuple):
 
 
 class _Host:
-    """What is made anew in a copy: the twins of ``members``, in order.
+    """The twins of ``members``, in order; a copy makes them anew.
 
     seen: the marks of the members when the twins had their values.
     given: the places of those whose twin has a gradient. None: not known.
@@ -159,7 +159,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         self._follow()
 
     def _take_options(self) -> None:
-        """As the inner optimizer has them, after its checks."""
+        """Takes the options over that the inner optimizer has checked."""
         for group, inside in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({name: value for name, value in inside.items() if name != "params"})
 

@@ -14,6 +14,7 @@ from ampctx.kernels.grouping import stacks
 from ampctx.kernels.plan import marks
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
+from ampctx.kernels.tensor_loops import increment_version
 from ampctx.optimizers._checkpoint import first_state_of, load_between, matched, refuse_strays, without_amp
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
@@ -175,7 +176,7 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
                     state = self.state[p]
                     state[_KEY] = state[_KEY].copy_(low) if _KEY in state else low
                     self._seen[p] = marks([p])
-            torch.autograd.graph.increment_version([p for p in chunk if p.dtype != torch.bfloat16])
+            increment_version([p for p in chunk if p.dtype != torch.bfloat16])
         finally:
             for p in chunk:
                 proxy = self._proxies[p]
