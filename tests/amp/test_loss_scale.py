@@ -188,6 +188,13 @@ def test_what_it_refuses():
             call()
 
 
+def test_a_static_scale_counts_clean_updates_alone():
+    scale = LossScale(8.0, dynamic=False)
+    for flag in (0.0, 1.0, 0.0):
+        scale.update(torch.tensor(flag))
+    assert scale.state_dict() == {"loss_scale": 8.0, "unskipped": 2}
+
+
 def test_its_text_reads_no_accelerator():
     here, there, fixed = LossScale(3.0, dynamic=True), LossScale(3.0, dynamic=True), LossScale(3.0, dynamic=False)
     here.update(torch.tensor(1.0))
