@@ -66,6 +66,15 @@ def end_casts(autocast: Autocast) -> None:
 # --- loss scales: apex.amp.scaler -------------------------------------------------------------------------------------
 
 
+def view_of(scale: LossScale) -> Any:
+    """The ``LossScaler`` notified of each inf/nan check of ``scale``, or None."""
+    return scale.observer
+
+
+def set_view(scale: LossScale, view: Any) -> None:
+    scale.observer = view
+
+
 def is_deferred(scale: LossScale) -> bool:
     """Whether a ``delay_overflow_check`` block left the ``found_inf`` flag of ``scale`` to its next update."""
     return scale in session._deferred

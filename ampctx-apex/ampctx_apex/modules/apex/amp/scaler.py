@@ -78,9 +78,9 @@ class LossScaler:
     def of(cls, loss_scale: LossScale) -> LossScaler:
         """The one view of ``loss_scale``."""
         # After uninstall_apex and a new import the view is of the class of before.
-        if not isinstance(loss_scale.observer, cls):
+        if not isinstance(spi.view_of(loss_scale), cls):
             cls.__new__(cls)._view(loss_scale)
-        return loss_scale.observer
+        return spi.view_of(loss_scale)
 
     def _view(self, loss_scale: LossScale) -> None:
         self._of = loss_scale
@@ -89,7 +89,7 @@ class LossScaler:
         self._buf: Tensor | None = None
         # None: the latest check decides.
         self._sticky: Any = False
-        loss_scale.observer = self
+        spi.set_view(loss_scale, self)
 
     # --- apex's attributes --------------------------------------------------------------------------------------------
 
