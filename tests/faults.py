@@ -79,8 +79,12 @@ def fault_at_line(place: Place) -> Iterator[None]:
         if now == place:
             raise Fault(f"at {place}")
 
-    with _lines(on_line):
-        yield
+    try:
+        with _lines(on_line):
+            yield
+    finally:
+        # No signal comes between a ``finally`` and its first call, where this may raise: it may leave gradients off.
+        torch.set_grad_enabled(True)
 
 
 @contextmanager

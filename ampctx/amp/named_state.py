@@ -9,7 +9,7 @@
 
 Masters of ``initialize``, ``master_weights=True``, "split" and fp32 shards are four layouts of the same bits, so each
 has the same keys: torch.distributed.checkpoint (DCP) loads one into another. Names are DCP's. ``facts`` are plain:
-{"format", "type", "groups": options and names, "layout": {name: layout}, "without_state": names}. DCP
+{"format", "groups": options and names, "layout": {name: layout}, "without_state": names}. DCP
 takes a tuple for one value; the keys of a dict must be those of the run that loads.
 """
 
@@ -50,6 +50,7 @@ logger = logging.getLogger("ampctx")
 _FULL = {"fp32", "masters", "copy", "split"}
 _ROUNDED = {"nearest", "stochastic", "kahan"}
 _LATER = "Load it with the version that saved it, or a later one."
+# "type" is in files of before.
 _FACTS = ("format", "type", "groups", "layout", "without_state", "loss_scales")
 
 
@@ -253,7 +254,6 @@ class _NamedRun:
                     groups.append(map_leaves(options, plain, False) | {"params": params})
                 facts = {
                     "format": FORMAT,
-                    "type": type(optimizer).__name__,
                     "groups": groups,
                     "layout": {m.name: m.layout for m in members},
                     "without_state": self._without_state(members, without_state),
