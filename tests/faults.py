@@ -79,12 +79,9 @@ def fault_at_line(place: Place) -> Iterator[None]:
         if now == place:
             raise Fault(f"at {place}")
 
-    try:
-        with _lines(on_line):
-            yield
-    finally:
-        # No signal comes between a ``finally`` and its first call, where this may raise: it may leave gradients off.
-        torch.set_grad_enabled(True)
+    # No signal comes between a ``finally`` and its first call, where this may raise, and leave gradients off.
+    with torch.set_grad_enabled(True), _lines(on_line):
+        yield
 
 
 @contextmanager

@@ -62,8 +62,7 @@ def test_steps_have_the_bits_of_the_optimizer_without_it(name, mode):
 
 
 def test_a_step_is_several_op_calls():
-    optimizer = offloaded("adam", "split")
-    run(optimizer, 2)
+    run(optimizer := offloaded("adam", "split"), 2)
     with OpCalls() as calls:
         run(optimizer, 1, first=2)
     assert calls.of["multi_tensor_adam"] > 3
@@ -271,7 +270,6 @@ def test_a_fault_at_any_line_leaves_each_parameter_as_before_or_whole():
             optimizer.step()
         for now, *either in zip(found(optimizer), found(before), found(after), strict=True):
             assert any(equal(now[:1], each[:1]) and equal(now[1].values(), each[1].values()) for each in either), place
-        torch.set_grad_enabled(True)
         optimizer.step()
 
 
