@@ -34,7 +34,6 @@ from ampctx.kernels.reference import is_dense, overwrite
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import around, is_sharded, local, place_grads, wrote
 from ampctx.kernels.tensor_loops import (
-    all_resolved,
     device_of,
     dtype_of,
     grad_of,
@@ -83,6 +82,7 @@ class _Host:
         self.grads: list[Tensor] = []
         self.seen: tuple[bytes, list[int]] = b"", []
         self.given: list[int] | None = None
+        self.with_state: list[Any] = []  # the keys of the state that ``inner`` has
         self.is_checked = False  # whether ``inner`` steps such parameters with these options
         self.lanes: dict[torch.device, Lane] = {}
 
@@ -209,11 +209,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
                         "it. Build the optimizer on the ranks of the mesh."
                     )
         host.is_checked = True
-        state = {twin: self.state[p] for p, twin in zip(members, host.weights, strict=True) if p in self.state}
-        is_same = same_items(list(state), list(inner.state))
-        if not is_same or not same_items(list(state.values()), list(inner.state.values())):
+        is_same = same_items(list(self.state), host.with_state)
+        if not is_same or not same_items(list(self.state.values()), list(inner.state.values())):
             inner.state.clear()
-            inner.state.update(state)
+            inner.state.update((host.twins[p].weight, s) for p, s in self.state.items() if p in host.twins)
+            host.with_state = list(self.state)
 
     def _fit(self, members: list[Tensor]) -> None:
         """Makes twins for members that have none of their types and layout, and lets others go."""
@@ -225,6 +225,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             return
         # First, as it frees memory. Then all weights go down again.
         host.twins, host.weights, host.grads, host.given, host.seen = kept, [], [], None, (b"", [])
+        self.inner.state.clear()
+        host.with_state = []
         parts = local(new)
         both = (buffers(parts, [kinds[p][i] for p in new]) for i in (0, 1))
         for p, weight, grad in zip(new, *both, strict=True):
@@ -320,15 +322,16 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         weights = local(host.weights)
         for i in places if len(inner.state) < len(host.members) else ():
             inner.state[host.weights[i]] = self.state[host.members[i]]  # a dict for both
+        host.with_state = list(self.state)
         sizes = [weights[i].numel() for i in places]
         is_one = sum(sizes) <= CHUNK_ELEMENTS  # the usual case of many small ones
         chunks = [range(len(places))] if is_one else stacks(zip(repeat(None), sizes), CHUNK_ELEMENTS)
 
         def up(chunk: list[int]) -> None:
             to, sources = ([parts[i] for i in chunk], [weights[i] for i in chunk]) if not is_skipped else ([], [])
-            if all_resolved(to):
+            try:
                 _copy(lanes, to, sources)
-            else:  # negated views, which torch's call for lists refuses to write
+            except RuntimeError:  # torch's call for lists refuses to write negated views
                 deque(map(Tensor.copy_, to, sources), maxlen=0)
 
         stepping: list[int] = []
