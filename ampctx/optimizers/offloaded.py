@@ -322,7 +322,6 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         weights = local(host.weights)
         for i in places if len(inner.state) < len(host.members) else ():
             inner.state[host.weights[i]] = self.state[host.members[i]]  # a dict for both
-        host.with_state = list(self.state)
         sizes = [weights[i].numel() for i in places]
         is_one = sum(sizes) <= CHUNK_ELEMENTS  # the usual case of many small ones
         chunks = [range(len(places))] if is_one else stacks(zip(repeat(None), sizes), CHUNK_ELEMENTS)
@@ -417,16 +416,14 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             lane.finish()
         self.inner.masters_follow_model()
 
-    def layout_of(self, p: Tensor) -> str:
+    def layout_of(self, p: Tensor) -> Any:
         """``FusedOptimizer``'s."""
-        found: str = self.inner.layout_of(p)
-        return found
+        return self.inner.layout_of(p)
 
-    def first_state(self, p: Tensor, group: Group) -> State:
+    def first_state(self, p: Tensor, group: Group) -> Any:
         """``FusedOptimizer``'s, on the host."""
         (part,) = local([p.detach()])
-        found: State = self.inner.first_state(around(part.to(CPU), p), group)
-        return found
+        return self.inner.first_state(around(part.to(CPU), p), group)
 
     @property
     def _has_repeats(self) -> bool:
@@ -505,9 +502,8 @@ def _marks(tensors: list[Tensor]) -> tuple[bytes, list[int]]:
     return marks(list(parts)), [] if parts is tensors else list(map(version_of, tensors))
 
 
-def _grad_dtype(p: Tensor) -> torch.dtype:
-    found: torch.dtype = (p.grad_dtype or p.dtype) if p.grad is None else p.grad.dtype
-    return found
+def _grad_dtype(p: Any) -> Any:
+    return (p.grad_dtype or p.dtype) if p.grad is None else p.grad.dtype
 
 
 def _copy(lanes: dict[torch.device, Lane], to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
