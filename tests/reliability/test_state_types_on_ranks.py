@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ampctx.amp import AmpSession
-from ampctx.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, unpack_state
+from ampctx.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, Offloaded, unpack_state
 
 KINDS = {
     "8bit": (FusedAdam, "8bit"),
@@ -22,9 +22,10 @@ KINDS = {
     "lamb": (FusedLAMB, "8bit"),
     "novograd": (FusedNovoGrad, "8bit"),
     "lion": (FusedLion, "8bit"),
+    "on the host": (lambda *params, **options: Offloaded(FusedAdam, *params, **options), "8bit"),
 }
 CODES = {"exp_avg": ("exp_avg_codes", "exp_avg_scales"), "exp_avg_sq": ("exp_avg_sq_codes", "exp_avg_sq_scales")}
-CODED = {"8bit": 2, "bf16": 0, "mixed": 1, "lamb": 2, "novograd": 1, "lion": 1}
+CODED = {"8bit": 2, "bf16": 0, "mixed": 1, "lamb": 2, "novograd": 1, "lion": 1, "on the host": 2}
 # Rows of whole blocks, rows that are not, one dimension, and one too small for codes. No number of ranks divides all.
 SHAPES = {"rows": (7, 128), "cut": (9, 70), "flat": (1000,), "small": (5, 64)}
 # Above the parts of "rows" and "flat", and below the whole parameters; "small" keeps fp32.
