@@ -18,7 +18,7 @@ mypy_path = {ROOT}:{ROOT / "ampctx-apex"}
 ignore_missing_imports = True
 scripts_are_modules = True
 
-[mypy-ampctx.*]
+[mypy-ampctx.*,ampctx_apex.*]
 implicit_reexport = False
 follow_imports = silent
 

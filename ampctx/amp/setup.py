@@ -41,8 +41,8 @@ from ampctx.scaling.step_record import StepRecord
 from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_forward, watch_loading
 
-Models = TypeVar("Models", bound=nn.Module | list[Any])  # a module, or a list of them
-Optimizers = TypeVar("Optimizers")  # an optimizer, what wraps one, or a list of these
+M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt")  # an optimizer, or what wraps one
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
@@ -229,11 +229,19 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
 
 
 @overload
-def initialize(session: Any, models: Models, optimizers: None = None, **options: Unpack[Options]) -> Models: ...
+def initialize(session: Any, models: M, optimizers: None = None, **options: Unpack[Options]) -> M: ...
+@overload
+def initialize(session: Any, models: list[M], optimizers: None = None, **options: Unpack[Options]) -> list[M]: ...
+@overload
+def initialize(session: Any, models: M, optimizers: list[Opt], **options: Unpack[Options]) -> tuple[M, list[Opt]]: ...
+@overload
+def initialize(session: Any, models: M, optimizers: Opt, **options: Unpack[Options]) -> tuple[M, Opt]: ...
 @overload
 def initialize(
-    session: Any, models: Models, optimizers: Optimizers, **options: Unpack[Options]
-) -> tuple[Models, Optimizers]: ...
+    session: Any, models: list[M], optimizers: list[Opt], **options: Unpack[Options]
+) -> tuple[list[M], list[Opt]]: ...
+@overload
+def initialize(session: Any, models: list[M], optimizers: Opt, **options: Unpack[Options]) -> tuple[list[M], Opt]: ...
 
 
 @names_arguments

@@ -109,7 +109,7 @@ def is_row_sharded(t: Any, block: int) -> bool:
     return by_rows and row > 0 and row % block == 0 and (t.shape[0] == 1 or t.stride(0) == row)
 
 
-def around(part: Tensor, like: Any) -> Tensor:
+def around(part: Tensor, like: Any) -> Any:
     """``part``, on any device, as this rank's part of a DTensor laid out as ``like``; for a plain ``like`` itself. The
     mesh stays that of the device, as where torch's CPUOffloadPolicy keeps parameters on the host."""
     # Private: ``from_local`` would move the part to the device of the mesh.
@@ -124,15 +124,13 @@ def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
     return around(zeros, dtensor().from_local(zeros.to("meta"), t.device_mesh, t.placements, run_check=False, **how))
 
 
-def whole(t: Any) -> Tensor:
+def whole(t: Any) -> Any:
     """The whole of a DTensor, on every rank: a collective. A plain tensor itself."""
     if not is_sharded(t):
         return t
     # The backend of a mesh has no parts on another device.
     at = t.device if t.device.type == t.device_mesh.device_type else t.device_mesh.device_type
-    here: Any = around(_part(t).to(at), t)
-    found: Tensor = here.full_tensor().to(t.device)
-    return found
+    return around(_part(t).to(at), t).full_tensor().to(t.device)
 
 
 def laid_out_as(value: Any, like: Any) -> Tensor:

@@ -194,12 +194,11 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
         )
 
 
-def saved(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
+def saved(optimizer: Any, found: dict[str, Any]) -> Any:
     """Completes the state dict that torch has made of an optimizer."""
     # A hook of the program may have put an entry there that is no dict.
     is_own = any(isinstance(state, dict) and not OWN.isdisjoint(state) for state in found["state"].values())
-    state: dict[str, Any] = optimizer._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
-    return state
+    return optimizer._saved({**found, "state": _state_types.for_any_ranks(found["state"])}, is_own)
 
 
 def refuse_strays(optimizer: Any) -> None:

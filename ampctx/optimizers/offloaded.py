@@ -242,12 +242,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         dtype = _grad_dtype(p) if former is None or p.grad is not None else former.grad.dtype
         kind = p.dtype, dtype, part.stride(), p.device, part.shape
         if former is not None and former.made_for[3:] != kind[3:]:
-            groups = self.param_groups
-            g, i = next((g, i) for g, group in enumerate(groups) for i, q in enumerate(group["params"]) if q is p)
+            g, i = next((g, i) for g, of in enumerate(self.param_groups) for i, q in enumerate(of["params"]) if q is p)
             now, was = (f"of shape {tuple(shape)} on {device}" for device, shape in (kind[3:], former.made_for[3:]))
             raise AmpError(
-                f"Offloaded: {param_name(groups, g, i)} is {now}, and was {was} when its host memory was taken. Build "
-                "the optimizer once the model is where it trains, and load this one's state_dict() there."
+                f"Offloaded: {param_name(self.param_groups, g, i)} is {now}, and was {was} when its host memory was "
+                "taken. Build the optimizer once the model is where it trains, and load this one's state_dict() there."
             )
         return kind
 
@@ -299,7 +298,6 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         if list(map(dtype_of, grads)) != [host.grads[i].dtype for i in places]:
             self._fit(host.members)
             self._follow()
-        stepped = [host.members[i] for i in places]
         parts = local(host.members)
         numbers = [each.value for each in (step.found_inf, step.inv_scale) if isinstance(each, PerDevice)]
         lanes = self._lanes_of([*host.members, *numbers])
@@ -346,7 +344,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             for lane in lanes.values():
                 lane.be_followed()
             if not is_skipped:
-                wrote(stepped)
+                wrote([host.members[i] for i in places])
             host.seen = _marks(host.members)
         if step.unscales:
             # Unless it is skipped, as the step of an optimizer on the device does.
@@ -370,8 +368,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
     def _lanes_of(self, tensors: Sequence[Tensor]) -> dict[torch.device, Lane]:
         """The lanes of the devices of some tensors. Copies come after what the devices have been given so far."""
-        lanes = self._host.lanes
-        devices = dict.fromkeys(map(device_of, tensors))
+        lanes, devices = self._host.lanes, dict.fromkeys(map(device_of, tensors))
         lanes |= {device: Lane(device) for device in devices if device not in lanes}
         for device in devices:
             lanes[device].follow_current()
@@ -476,13 +473,11 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
 
 def _check_kind(kind: Any, options: Group) -> None:
-    names = ", ".join(each.__name__ for each in _KINDS)
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise AmpTypeError(f"Offloaded: kind must be one of {names}, got {kind!r}")
-    if not issubclass(kind, _KINDS):
-        raise AmpValueError(
-            f"Offloaded steps parameters in chunks, and {kind.__name__} is not known to allow it: {names} do. Use one "
-            "of these, or torch's fully_shard with offload_policy=CPUOffloadPolicy()."
+    if not isinstance(kind, type) or not issubclass(kind, _KINDS):
+        names = ", ".join(each.__name__ for each in _KINDS)
+        raise AmpTypeError(
+            f"Offloaded: kind must be one of {names}, whose steps go in chunks, got {getattr(kind, '__name__', kind)}. "
+            "Or use torch's fully_shard with offload_policy=CPUOffloadPolicy()."
         )
     if options.get("capturable"):
         raise AmpValueError("Offloaded steps on the CPU, which no CUDA graph captures: pass capturable=False.")
