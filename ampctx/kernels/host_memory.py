@@ -64,9 +64,12 @@ class Lane:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        # Private name: one call, for which torch has no public one.
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            torch._foreach_copy_(list(to), list(sources), non_blocking=self._stream is not None)
+            try:  # Private name: one call, for which torch has no public one. It refuses to write negated views.
+                torch._foreach_copy_(list(to), list(sources), non_blocking=self._stream is not None)
+            except RuntimeError:
+                for t, source in zip(to, sources, strict=True):
+                    t.copy_(source, non_blocking=self._stream is not None)
 
     def be_followed(self) -> None:
         """Lets later work of the current stream come after the copies so far. No host sync."""

@@ -279,7 +279,11 @@ def unscale(grads: Sequence[Tensor], found_inf: PerDevice | None, factor: Factor
         flag = found_inf.value
         inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
         factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
-    foreach.scale(grads, grads, foreach.Unread(), factor)
+    dense = [grad if is_dense(grad) else grad.clone() for grad in grads]  # torch writes no expanded tensor
+    foreach.scale(dense, dense, foreach.Unread(), factor)
+    for grad, copy in zip(grads, dense, strict=True):
+        if copy is not grad:
+            overwrite(grad, copy)
 
 
 def settings_of(optimizer: Any) -> list[tuple[Any, ...]]:

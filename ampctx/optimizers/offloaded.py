@@ -14,7 +14,6 @@ On a CUDA device twins are pinned, and copies have a stream of their own. Elsewh
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import repeat
@@ -30,7 +29,6 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.plan import changed, marks
-from ampctx.kernels.reference import is_dense, overwrite
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import around, is_sharded, local, place_grads, wrote
 from ampctx.kernels.tensor_loops import (
@@ -47,12 +45,12 @@ from ampctx.optimizers._checkpoint import SKIPPED, leftover, load_between, refus
 from ampctx.optimizers._guard import Guarded, guard_of
 from ampctx.optimizers._options import Group, evaluated, param_name, with_grads
 from ampctx.optimizers._state_types import State
-from ampctx.optimizers._work import given_to, unscale
+from ampctx.optimizers._work import given_to, on_device, unscale
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
 from ampctx.optimizers.fused_lion import FusedLion
 from ampctx.optimizers.fused_sgd import FusedSGD
-from ampctx.weights.step import Given, Step
+from ampctx.weights.step import Given, Step, has_parameter
 
 # ``inner`` steps about so many elements at a time, so that their way up overlaps with the next.
 CHUNK_ELEMENTS = 2**24
@@ -155,8 +153,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             undo.callback(self.inner.param_groups.pop, g)
             self._take_options()
             self._check_memory()
+            self._follow()
             undo.pop_all()
-        self._follow()
 
     def _take_options(self) -> None:
         """Takes the options over that the inner optimizer has checked."""
@@ -190,12 +188,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         if not same_items(members, host.members) or _marks(members) != host.seen:
             self._fit(members)
         for group, here in zip(groups, inner.param_groups, strict=True):
-            for name, value in group.items():
-                if name == "lr" and isinstance(value, Tensor):  # as the ops on a device take it
-                    here[name] = value.detach().to(
-                        CPU, value.dtype if value.device == CPU else torch.float32, copy=True
-                    )
-                elif here.get(name, host) is not value and name not in ("params", SKIPPED):
+            for name, value in {**group, "lr": on_device(group["lr"], CPU)}.items():
+                if here.get(name, host) is not value and name not in ("params", SKIPPED):
                     here[name], host.is_checked = value, False
             twins = [host.twins[p].weight for p in group["params"]]
             if not same_items(here["params"], twins):
@@ -255,31 +249,19 @@ class Offloaded(Guarded, torch.optim.Optimizer):
     @outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, given: Given = None) -> Any:
-        """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. The host waits
-        for the device.
-
-        With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
-        optimizers. A skipped step leaves them unchanged.
-
-        Args:
-            closure: evaluates the model, with gradients enabled. None by default.
-            given: what amp gives a step, in place of ``found_inf``; see ``ampctx.weights.step``.
-
-        Returns:
-            The result of the closure, else None.
+        """Steps as ``kind`` does: see ``FusedOptimizer.step`` for the arguments, the result and ``grad_scale``. The
+        host waits for the device.
 
         Raises:
-            AmpError: a sparse gradient, or a parameter that has moved or was resized, by name.
-            AmpTypeError, AmpValueError: an invalid option, or a parameter that ``kind`` does not step. Nothing has
-                changed then.
+            AmpError: a parameter that has moved or was resized, by name; and what ``kind`` raises. Nothing has changed
+                then.
         """
         loss = evaluated(closure)
         step = given() if callable(given) else given
         if step is None or getattr(self, "grad_scale", None) is not None:
             step = given_to(self, step)
-        for group in self.param_groups:
-            place_grads(group["params"])
         self._follow()
+        place_grads(self._host.members)
         if self._guard is not None:
             flag = None if step.found_inf is None else step.found_inf.value
             step = step._replace(found_inf=PerDevice(self._guard.check(self, flag)))
@@ -326,10 +308,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
         def up(chunk: list[int]) -> None:
             to, sources = ([parts[i] for i in chunk], [weights[i] for i in chunk]) if not is_skipped else ([], [])
-            try:
-                _copy(lanes, to, sources)
-            except RuntimeError:  # torch's call for lists refuses to write negated views
-                deque(map(Tensor.copy_, to, sources), maxlen=0)
+            _copy(lanes, to, sources)
 
         stepping: list[int] = []
         try:
@@ -348,12 +327,8 @@ class Offloaded(Guarded, torch.optim.Optimizer):
             host.seen = _marks(host.members)
         if step.unscales:
             # Unless it is skipped, as the step of an optimizer on the device does.
-            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in local(grads)}.values()
-            dense = [grad if is_dense(grad) else grad.clone() for grad in unique]  # of expanded ones copies
-            unscale(dense, step.found_inf, step.inv_scale)
-            for grad, copy in zip(unique, dense, strict=True):
-                if copy is not grad:
-                    overwrite(grad, copy)
+            unique = {grad.data_ptr() if grad.numel() else id(grad): grad for grad in local(grads)}
+            unscale(list(unique.values()), step.found_inf, step.inv_scale)
             wrote(grads)
 
     def _give(self, places: list[int]) -> None:
@@ -391,13 +366,14 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """The fp32 weights, as of the inner optimizer, on the host. A parameter that is not in 16 bits itself."""
+        """The fp32 weights, as of the inner optimizer, on the host. A parameter that is not in 16 bits itself. Waits
+        for the device."""
 
         def of_group(group: Group, inside: Group) -> list[Tensor | None]:
             pairs = zip(group["params"], inside["params"], strict=True)
             return [master if p.dtype in LOW_PRECISION or master is None else p for p, master in pairs]
 
-        self._follow()
+        self._read()
         shown = self.inner.param_groups_master
         return [{"params": of_group(*each)} for each in zip(self.param_groups, shown, strict=True)]
 
@@ -406,12 +382,17 @@ class Offloaded(Guarded, torch.optim.Optimizer):
         """Reads all weights, and resyncs what the state keeps of them. ``step`` does this after changes that bump the
         version counter; call it after a change through ``p.data`` or by another library. Waits for the device."""
         self._host.seen = b"", []
+        self._read()
+        self.inner.masters_follow_model()
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        """Gives the twins the weights of now."""
         self._follow()
         lanes = self._lanes_of(self._host.members)
         self._weights_down(local(self._host.members))
         for lane in lanes.values():
             lane.finish()
-        self.inner.masters_follow_model()
 
     def layout_of(self, p: Tensor) -> Any:
         """``FusedOptimizer``'s."""
@@ -473,7 +454,7 @@ class Offloaded(Guarded, torch.optim.Optimizer):
 
 
 def _check_kind(kind: Any, options: Group) -> None:
-    if not isinstance(kind, type) or not issubclass(kind, _KINDS):
+    if not (isinstance(kind, type) and issubclass(kind, _KINDS) and has_parameter(kind.step, "given")):
         names = ", ".join(each.__name__ for each in _KINDS)
         raise AmpTypeError(
             f"Offloaded: kind must be one of {names}, whose steps go in chunks, got {getattr(kind, '__name__', kind)}. "
