@@ -60,11 +60,6 @@ def device_for(backends: str, device: torch.device, bound: torch.device | None =
     return device if device.type in kinds else bound or torch.device(kinds[0])
 
 
-def _device_of_group(group: Any, device: torch.device) -> torch.device:
-    bound = getattr(group, "bound_device_id", None)
-    return device_for(torch.distributed.get_backend_config(group), device, bound)
-
-
 @contextmanager
 def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
     """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
@@ -91,8 +86,10 @@ def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
     Raises:
         AmpRankError: the collective failed, by the name of the call.
     """
-    has_one_device = t.is_cpu and not torch.accelerator.is_available()
-    sent = t if has_one_device else t.to(_device_of_group(group, t.device))
+    sent = t
+    if not t.is_cpu or torch.accelerator.is_available():
+        backends, bound = torch.distributed.get_backend_config(group), getattr(group, "bound_device_id", None)
+        sent = t.to(device_for(backends, t.device, bound))
     with named_collective(call, group, has):
         torch.distributed.all_reduce(sent, op=op, group=group)
     if sent is not t:

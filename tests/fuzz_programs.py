@@ -2,13 +2,10 @@
 
     python tests/fuzz_programs.py --programs 5000 [--seed 0] [--program 'SMALLEST']
 
-A program has up to six iterations: blocks, perhaps a clip, a step, zero_grad, and a few features, each in some of the
-iterations. Both runs have to agree after each iteration, bit by bit, on weights, masters, state, outcomes and the types
-of exceptions, and on gradients and norms where the program looks at them. Gradients are multiples of 1/8, scales powers
-of two: so the run without plans may have another scale, and torch's fp32 weights have to come out nearly equal.
-
-Each program is its seed. Of one that fails, iterations and features are left out as long as it fails; what is left is
-printed. The runs have processes of their own (AMPCTX_PLAN is read at import), so that a crash is a finding, too.
+A program has up to nine iterations, and a few features in some of them. Both runs have to agree after each iteration,
+bit by bit. Gradients are multiples of 1/8, scales powers of two: so the run without plans may have another scale, and
+torch's fp32 weights have to come out nearly equal. Of a program that fails, what is left out as long as it fails is
+left out, and the rest is printed. The runs have processes of their own, so that a crash is a finding, too.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -41,7 +39,7 @@ from kit import HALF, INF, LEVELS, NAN, OPTIMIZERS, Factors, in_thread, params_o
 
 from ampctx import AmpSession, GradScaler, clip_grad_norm_, optimizers
 
-ITERATIONS = 6
+ITERATIONS = 9
 SHAPES = {"a": (4, 3), "b": (3, 5), "c": (7,), "d": (1,), "e": (0,), "f": (2, 2), "g": (3, 5)}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 FACTORS = (torch.arange(40) * 5 % 17 - 8) / 8
@@ -61,9 +59,6 @@ RAISES = "raises"
 
 class Idle(Exception):
     """A feature has nothing to change."""
-
-
-# --- features ---------------------------------------------------------------------------------------------------------
 
 
 def form(t: Tensor, k: int) -> Tensor:
@@ -159,10 +154,11 @@ def option(run: Run, n: int, k: int) -> None:
     group[name] = torch.tensor(0.005) if name == "lr" and n % 2 and run.is_ours else changes[name]
 
 
+# What ``Run`` asks for.
 FLAGS = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients inf nan raise_before raise_after
 raise_in_inner inner_block delay_check closure step_twice step_in_thread no_step look_at_gradients other_zero_grad
 zero_by_model"""
-# By when they are done in an iteration; "": what ``Run`` asks for.
+# By when they are done in an iteration.
 PLACED: dict[str, dict[str, Do]] = {
     "": dict.fromkeys(FLAGS.split()),
     "start": {
@@ -211,10 +207,6 @@ FEATURES = {name: place for place, features in PLACED.items() for name in featur
 IN_TORCH = f"""{FLAGS.partition("inf")[0]} step_in_thread no_step look_at_gradients other_zero_grad zero_by_model form
 form_later grad_in_place clip later_clip move_to_group option schedule reverse_group copy_group reverse_groups freeze
 state_in_place load_now""".split()
-ONLY_IF = {"level": "delay_unscale delay_check", "scaler": "unscale_first"}
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def drawn(seed: int) -> Program:
@@ -222,19 +214,18 @@ def drawn(seed: int) -> Program:
     rng = random.Random(seed)
     is_plain = rng.random() < 0.15  # as torch
     kind = rng.choice([*TORCH] if is_plain else [*KINDS, "FusedAdam", "FusedSGD", "FusedAdam", "FusedSGD"])
-    start: dict[str, Any] = {"kind": kind, "options": {}, "dtype": "fp32", "scaler": False}
+    options: dict[str, Any] = {}
+    start: dict[str, Any] = {"kind": kind, "options": options, "dtype": "fp32", "scaler": False}
     start["level"] = level = rng.choice([*LEVELS, "O2", "O5", None, None, None])
     start["scale"] = rng.choice(["dynamic", "dynamic", 128.0, 1.0])
     start["names"] = [name for name in SHAPES if rng.random() < 0.85] or ["a"]
     start["groups"], start["opts"] = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 1, 2])
     start["own"] = rng.choice([0, 1, 2])  # 0: all groups have the same options
     start["to_none"] = rng.choice([True, True, True, False, None])
-    options = start["options"]
     if level is None:
         start["dtype"] = rng.choice(["fp32"] if is_plain else ["fp32", "fp32", "bf16", "fp16", "fp64"])
         start["scaler"] = rng.random() < 0.5 and start["dtype"] != "fp16"
-    if rng.random() < 0.3 and kind not in ("FusedLion", "FusedMuon"):
-        options["weight_decay"] = 0.125
+    options |= {"weight_decay": 0.125} if rng.random() < 0.3 and kind not in ("FusedLion", "FusedMuon") else {}
     if kind.startswith("Fused") and not is_plain:
         if (level is None and start["dtype"] in ("bf16", "fp16")) or level == "O5":
             masters = (True, "split") if start["dtype"] == "bf16" else ("split",) if level else (True,)
@@ -245,14 +236,14 @@ def drawn(seed: int) -> Program:
         if rng.random() < 0.2:
             options["state_dtype"] = rng.choice(["bf16", "8bit"])
             options |= {} if kind in ("FusedAdagrad", "FusedNovoGrad") else {"min_8bit_size": 4}
-        if rng.random() < 0.15:
-            options["capturable"] = True
+        options |= {"capturable": True} if rng.random() < 0.15 else {}
     if kind.startswith(("Fused", "Split")) and not (level or start["scaler"] or is_plain) and rng.random() < 0.3:
         options["skip_nonfinite"] = True
     most = [*FEATURES, *[*PLACED["block"]] * 2, *["clip", "bucket", "form", "keep_gradients"] * 3, *["share"] * 6]
-    most = [m for m in most if m in IN_TORCH or not is_plain]
-    most = [m for m in most if all(start[need] or m not in names for need, names in ONLY_IF.items())]
-    most = [m for m in most if m != "add_group" or "f" in start["names"]]
+    lacking = set() if start["level"] else {"delay_unscale", "delay_check"}
+    lacking |= set() if start["scaler"] else {"unscale_first"}
+    lacking |= set() if "f" in start["names"] else {"add_group"}
+    most = [m for m in most if m not in lacking and (m in IN_TORCH or not is_plain)]
     features: list[Any] = []
     for name in sorted({rng.choice(most) for _ in range(rng.choice([1, 2, 3, 4, 5]))}):
         first = rng.randrange(ITERATIONS)
@@ -288,8 +279,7 @@ def is_in_torch(program: Program) -> bool:
         return False  # a step drops the gradients of masters
     if "-fused" in start["kind"] and names & {"form", "form_later"}:
         return False  # torch's kernels take a gradient as it lies in memory
-    if start["kind"] == "FusedSGD" and start["to_none"] is None:
-        return False  # its default is another
+    is_plain &= start["kind"] != "FusedSGD" or start["to_none"] is not None  # its default is another
     return is_plain and start["kind"] in TORCH and names <= {*IN_TORCH}
 
 
@@ -297,9 +287,6 @@ def is_near(program: Program) -> bool:
     """Whether norms of several dtypes are joined: rounded parts add up in another order."""
     clips = any("clip" in name for name, *_ in program["features"])
     return program["start"]["kind"] == "FusedLAMB" or (clips and program["start"]["level"] in ("O2", "O5"))
-
-
-# --- running them -----------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -329,20 +316,8 @@ class Run:
 
     def has(self, name: str) -> bool:
         """Whether a feature without a place is on. The caller does it."""
-        if name in self.now:
-            self.asked.add(name)
+        self.asked |= {name} & self.now.keys()
         return name in self.now
-
-    def initialize(self) -> None:
-        if self.start["level"] is None or self.is_torch:
-            return
-        scale, level = self.start["scale"], self.start["level"]
-        options = {"master_weights": False} if self.start["options"].get("master_weights") else {}
-        if scale == "dynamic":
-            options |= {"init_scale": 256.0 / self.divided, "growth_interval": 3}
-        else:
-            scale /= self.divided
-        self.session.initialize(self.model, self.opts, opt_level=level, loss_scale=scale, verbosity=0, **options)
 
     def begin(self) -> None:
         makes = TORCH if self.is_torch else KINDS
@@ -354,9 +329,14 @@ class Run:
                 group.update(OWN[g * self.start["own"] % len(OWN)])
             options = {name: DTYPES.get(value, value) for name, value in self.start["options"].items()}
             self.opts.append(makes[self.start["kind"]]([g for g in given if g["params"]], **options))
-        self.initialize()
-        if self.start["scaler"] and not self.is_torch:
-            self.scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        scale, moves = self.start["scale"], {"init_scale": 256.0 / self.divided, "growth_interval": 5}
+        if self.start["level"] and not self.is_torch:
+            options = {"master_weights": False} if self.start["options"].get("master_weights") else {}
+            options |= moves if scale == "dynamic" else {}
+            options |= {"loss_scale": scale if scale == "dynamic" else scale / self.divided, "verbosity": 0}
+            self.session.initialize(self.model, self.opts, opt_level=self.start["level"], **options)
+        elif self.start["scaler"] and not self.is_torch:
+            self.scaler = GradScaler("cpu", **moves)
 
     def __call__(self) -> tuple[list[Seen], Counter[str]]:
         if self.attempt("start", self.begin):
@@ -393,18 +373,16 @@ class Run:
     def iterate(self, i: int) -> None:
         self.now = {name: (n, k) for name, n, k, at in self.program["features"] if i in at}
         self.asked = set()
-        for grad in self.kept:
-            grad.fill_(3.0)
-        self.kept.clear()
+        while self.kept:
+            self.kept.pop().fill_(3.0)
         self.do("start")
         count = 2 + self.now["accumulate"][1] % 2 if self.has("accumulate") else 1 + ("delay_unscale" in self.now)
         for b in range(count):
             self.attempt("block", self.block, 5 * i + b, b + 1 == count)
-        for buffer in self.buckets:
-            buffer.fill_(100.0)
-        self.buckets.clear()
-        if self.has("look_at_gradients"):
-            self.attempt("look", self.look_at_gradients)
+        while self.buckets:
+            self.buckets.pop().fill_(100.0)
+        for i, p in enumerate([*self.params(), *self.params(True)] if self.has("look_at_gradients") else ()):
+            self.see(f"gradient {i}", p.grad)
         self.do("between")
         for opt in [] if self.has("no_step") else self.opts * (1 + self.has("step_twice")):
             self.attempt("step", in_thread if self.has("step_in_thread") else lambda call: call(),
@@ -473,15 +451,10 @@ class Run:
 
     def see(self, what: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            t = value.detach()
-            t = t.to_dense() if t.layout != torch.strided else t
+            t = value.detach() if value.layout == torch.strided else value.detach().to_dense()
             flat = t.resolve_neg().resolve_conj().contiguous().as_strided((t.numel(),), (1,))
             value = str(t.dtype), tuple(t.shape), flat.view(torch.uint8).numpy().tobytes()
         self.seen.append((self.where, what, value if isinstance(value, tuple) else repr(value)))
-
-    def look_at_gradients(self) -> None:
-        for i, p in enumerate([*self.params(), *self.params(stepped=True)]):
-            self.see(f"gradient {i}", p.grad)
 
     def look(self) -> None:
         for name, t in self.model.state_dict().items():
@@ -511,9 +484,6 @@ def begin() -> None:
 def answer(*question: Any) -> tuple[list[Seen], Counter[str]]:
     """What a run of (program, is_torch, is_plain) has seen and done."""
     return Run(*question)()
-
-
-# --- comparing and shrinking ------------------------------------------------------------------------------------------
 
 
 def _values(value: Any) -> Any:
@@ -557,15 +527,12 @@ class Fuzz:
 
     def check(self, program: Program) -> str:
         """What is wrong with a program, "" if nothing is."""
+        asked = [self.ask(plans, program) for plans in (True, False)]
         try:
-            return self.compare(program)
+            (ours, did), (plain, _) = [one.result() for one in asked]
         except BrokenProcessPool as error:
             self.pools.clear()
             return str(error)
-
-    def compare(self, program: Program) -> str:
-        asked = [self.ask(plans, program) for plans in (True, False)]
-        (ours, did), (plain, _) = [one.result() for one in asked]
         self.counts.update(did, programs=1, refused=ours[0][:2] == ("start", "start"))
         if found := difference(ours, plain, 1e-3 if is_near(program) else None):
             return f"with plans {found}"
@@ -575,10 +542,8 @@ class Fuzz:
         if any(value[0] == RAISES for seen in (ours, torchs) for _, _, value in seen):
             return ""
         self.counts["beside torch"] += 1
-        stepped = [
-            [s for s in seen if s[1].startswith("optimizer") and s[1].count(",") == 1 and s[0] != "after reset"]
-            for seen in (ours, torchs)
-        ]
+        is_weight = re.compile(r"optimizer \d+, parameter \d+").fullmatch
+        stepped = [[s for s in seen if is_weight(s[1]) and s[0] != "after reset"] for seen in (ours, torchs)]
         return (found := difference(*stepped, 1e-3, True)) and f"with ampctx {found}"
 
     def smallest(self, program: Program, most: int = 400) -> Program:
@@ -605,16 +570,14 @@ def _smaller(program: Program) -> Iterator[Program]:
     yield from ({**program, "start": {**start, **change}} for change in changes)
 
 
-def fuzz(programs: Any, most_failures: int = 10) -> tuple[list[str], Counter[str]]:
-    """Runs programs: a text for each that failed, and counts."""
+def fuzz(programs: Any) -> tuple[list[str], Counter[str]]:
+    """Runs programs until ten have failed: a text for each of these, and counts."""
     run, failures = Fuzz(), []
     for program in programs:
-        if run.check(program):
+        if len(failures) < 10 and run.check(program):
             small = run.smallest(program)
             failures.append(f"seed {small['seed']}: {run.check(small)}\n--program '{json.dumps(small)}'")
             print(failures[-1], flush=True)
-            if len(failures) >= most_failures:
-                break
     return failures, run.counts
 
 
@@ -623,11 +586,10 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--program", type=json.loads, help="one program as it was printed")
-    parser.add_argument("--failures", type=int, default=10, help="ends after so many; default 10")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
     programs = [arguments.program] if arguments.program else map(drawn, seeds)
-    failures, counts = fuzz(programs, arguments.failures)
+    failures, counts = fuzz(programs)
     print(f"seed {arguments.seed}: {dict(counts)}, {len(failures)} failed")
     return 1 if failures else 0
 

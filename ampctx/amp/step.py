@@ -230,7 +230,7 @@ class OptimizerBinding:
 
     def is_unchecked(self) -> bool:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
-        return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
+        return self.flags.by_loss.keys() <= {OUTSIDE_OF_BLOCKS} and any(scale.dynamic for scale in self.loss_scales)
 
     @without_grad
     def ready(self, before_closure: bool = False) -> None:

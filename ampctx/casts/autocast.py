@@ -63,45 +63,65 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
     return call_cast("float", fn, args, kwargs)
 
 
-def _guard_bce() -> Undo:
-    guarded = functools.partial(cast_function, active=_latest_active, call=_call_bce)
-    return replace_function(F, "binary_cross_entropy", guarded)
+# -1 outside of a backward. torch has no public name for this; torch.utils.checkpoint asks it, too.
+_backward_id = torch._C._current_graph_task_id
 
 
-def _without_cache(enter: Callable) -> Callable:
-    """Wraps ``__enter__`` of a region: no weight that is cast inside it is cached."""
+def _watched_enter(enter: Callable) -> Callable:
+    """Wraps ``__enter__`` of a region. Without grad, no weight that is cast inside it is cached. A backward that enters
+    one with grad runs a part of a forward again: with the casts of the forward, unless custom_bwd chooses them."""
 
     @functools.wraps(enter)
     def wrapper(region: Any) -> None:
         enter(region)
-        is_open = not torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        if torch.is_grad_enabled():
+            if _enabled and _backward_id() != -1 and _nesting() == _ambient.suspended:
+                decides = next((autocast for autocast in _enabled if autocast._thread.suspensions), _enabled[-1])
+                region.states_before = decides.states_of_forward()
         # Activation checkpointing enters a region for each tensor that it keeps, and writes no weight.
-        if is_open and sys._getframe(1).f_globals.get("__name__") != "torch.utils.checkpoint":
+        elif torch.is_autocast_cache_enabled() and sys._getframe(1).f_globals["__name__"] != "torch.utils.checkpoint":
             region.had_cast_cache = True
             torch.set_autocast_cache_enabled(False)
 
     return wrapper
 
 
-def _with_new_cache(leave: Callable) -> Callable:
-    """Wraps ``__exit__``: casts from before the region are forgotten."""
+def _watched_exit(leave: Callable) -> Callable:
+    """Wraps ``__exit__``: casts from before a region without grad are forgotten."""
 
     @functools.wraps(leave)
     def wrapper(region: Any, *error: Any) -> None:
         if vars(region).pop("had_cast_cache", False):
             torch.clear_autocast_cache()
             torch.set_autocast_cache_enabled(True)
+        _set_states(vars(region).pop("states_before", {}))
         leave(region, *error)
 
     return wrapper
 
 
-def _watch_regions() -> Undo:
+def _without_casts(run: Callable) -> Callable:
+    """Wraps a function that runs a backward. One inside another would cast what is kept in fp32."""
+
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_inner = not torch.compiler.is_compiling() and _backward_id() != -1
+        with autocast_off_on(_enabled[-1].device_types if _enabled and is_inner else ()):
+            return run(*args, **kwargs)
+
+    return wrapper
+
+
+def _change_torch() -> Undo:
     with ExitStack() as stack:
-        # Where programs write weights. Other writes need ``.data``.
-        for region in (torch.no_grad, torch.inference_mode, torch.set_grad_enabled):
-            stack.callback(replace_function(region, "__enter__", _without_cache))
-            stack.callback(replace_function(region, "__exit__", _with_new_cache))
+        guarded = functools.partial(cast_function, active=_latest_active, call=_call_bce)
+        stack.callback(replace_function(F, "binary_cross_entropy", guarded))
+        # Where programs write weights, other writes need ``.data``, and where a backward computes as a forward does.
+        for region in (torch.no_grad, torch.inference_mode, torch.set_grad_enabled, torch.enable_grad):
+            stack.callback(replace_function(region, "__enter__", _watched_enter))
+            stack.callback(replace_function(region, "__exit__", _watched_exit))
+        for name in ("backward", "grad"):
+            stack.callback(replace_function(torch.autograd, name, _without_casts))
         return stack.pop_all().close
 
 
@@ -273,7 +293,7 @@ class Autocast:
             stack.callback(self._disabled)
             _enabled.append(self)
             stack.callback(_enabled.remove, self)
-            for install in (_guard_bce, _watch_regions, *([install_kernels] if "cpu" in self.device_types else [])):
+            for install in (_change_torch, *([install_kernels] if "cpu" in self.device_types else [])):
                 stack.callback(shared.acquire(install, install))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # begin runs first and end always, so that they come in pairs.
@@ -302,6 +322,12 @@ class Autocast:
         """The autocast states now, and those for a forward that starts now."""
         now = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types}
         return now, {d: self._wanted(d) for d in now}
+
+    def states_of_forward(self) -> States:
+        """Sets the states that this thread's forwards have outside of ``suspended`` blocks. Returns those before."""
+        now, wanted = self._states(self.device_types)
+        _set_states(self._thread.suspensions[-1] if self._thread.suspensions else wanted)
+        return now
 
     def begin_uncast(self, module: nn.Module, *args: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
@@ -351,11 +377,8 @@ class Autocast:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context without casts in this thread. May nest. Always restores the previous state. No host sync."""
-        if not self.enabled:
-            yield
-            return
-        if torch.compiler.is_compiling():  # no weight is stepped in compiled code, and no closure runs
-            with autocast_off_on(self.device_types):
+        if not self.enabled or torch.compiler.is_compiling():  # no weight is stepped in compiled code, no closure runs
+            with autocast_off_on(self.device_types if self.enabled else ()):
                 yield
             return
         thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
@@ -384,13 +407,10 @@ class Autocast:
         """A context with the state from before the innermost ``suspended`` block. Outside of one it does nothing."""
         thread = self._thread
         outer = thread.suspensions
-        if not outer:
-            yield
-            return
         thread.suspensions = outer[:-1]
         try:
             with ExitStack() as stack:
-                for d, (on, dtype) in outer[-1].items():
+                for d, (on, dtype) in outer[-1].items() if outer else ():
                     stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=False))
                 yield
         finally:

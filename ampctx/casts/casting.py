@@ -84,9 +84,8 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
 
 def _stays_fp32(module: nn.Module) -> bool:
     """Affine batch norms, as in apex, and affine instance norms with statistics: their kernels need one dtype."""
-    if not isinstance(module, _NormBase) or module.affine is not True:
-        return False
-    return isinstance(module, _BatchNorm) or module.running_mean is not None
+    is_affine = isinstance(module, _NormBase) and module.affine is True
+    return is_affine and (isinstance(module, _BatchNorm) or module.running_mean is not None)
 
 
 def modules_in_fp32(

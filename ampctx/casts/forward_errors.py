@@ -61,7 +61,7 @@ def note_casts_off(error: Any) -> None:
     """Adds the note to an error about dtypes that leaves a backward at O1 and O4."""
     if _cure(error) is not None:
         error.add_note(
-            "ampctx: casts are off inside scale_loss. If backward of a torch.autograd.Function multiplies matrices or "
-            "runs modules again, decorate both methods with torch.amp.custom_fwd and custom_bwd, for its forward's "
-            "casts. See docs/guide/fp32_layers.md#custom-autograd-functions."
+            "ampctx: casts are off inside scale_loss. If backward of a torch.autograd.Function multiplies matrices, "
+            "decorate both methods with torch.amp.custom_fwd and custom_bwd, for its forward's casts. "
+            "See docs/guide/fp32_layers.md#custom-autograd-functions."
         )

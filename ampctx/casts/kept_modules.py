@@ -55,7 +55,9 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
         if not found:
             raise AmpValueError(_nothing_found(entry, named))
         matched |= found
-        described.append(_described(entry, named))
+        is_module = isinstance(entry, nn.Module)
+        names = (name for name, module in named if module is entry)
+        described.append(next(names) if is_module else getattr(entry, "__name__", str(entry)))
     # MultiheadAttention reads the weights of its out_proj and never calls it.
     matched |= {m for _, m in named if isinstance(m, nn.MultiheadAttention) and not matched.isdisjoint(m.children())}
 
@@ -115,12 +117,6 @@ def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.
         # "" is the name of the model itself, and more likely a slip.
         return entry != "" and (fnmatchcase(name, entry) or (name != "" and fnmatchcase(name + ".", entry)))
     return isinstance(module, entry) if isinstance(entry, type) else module is entry
-
-
-def _described(entry: str | type[nn.Module] | nn.Module, named: Sequence[tuple[str, nn.Module]]) -> str:
-    if isinstance(entry, str):
-        return entry
-    return entry.__name__ if isinstance(entry, type) else next(name for name, module in named if module is entry)
 
 
 def _nothing_found(entry: str | type[nn.Module] | nn.Module, named: Sequence[tuple[str, nn.Module]]) -> str:

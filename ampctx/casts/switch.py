@@ -32,13 +32,11 @@ class CastSwitch:
 
     @property
     def enabled(self) -> bool:
-        current = self.current
-        return current is not None and current.enabled
+        return (current := self.current) is not None and current.enabled
 
     def active_dtype(self) -> torch.dtype | None:
         """The 16-bit dtype that ops are cast to right now, or None."""
-        autocast = self.current
-        return autocast.dtype if autocast is not None and autocast.active else None
+        return now.dtype if (now := self.current) is not None and now.active else None
 
     def suspended(self) -> AbstractContextManager:
         """A context without casts. May nest."""

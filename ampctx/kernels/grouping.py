@@ -31,9 +31,9 @@ def _has_kernel(devices: Sequence[torch.device], dtypes: Sequence[torch.dtype], 
 
 def _agree(row: Sequence[Tensor]) -> bool:
     """Whether a kernel can walk tensors together in memory order."""
-    if set(map(layout_of, row)) != {torch.strided}:
-        return False
-    return all(map(Tensor.is_contiguous, row)) or (is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:]))
+    return set(map(layout_of, row)) == {torch.strided} and (
+        all(map(Tensor.is_contiguous, row)) or (is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:]))
+    )
 
 
 def buckets(

@@ -160,8 +160,9 @@ class FusedOptimizer(Guarded, torch.optim.Optimizer):
                 f"write_back={self.write_back!r} is for 16-bit parameters without masters. With masters, weights are "
                 "rounded to nearest. Leave out write_back, or the masters."
             )
-        states = _state_types.options_of(options["state_dtype"], options["min_8bit_size"])
-        defaults = {name: options[name] for name in (*self._defaults, "maximize", "seed")} | states
+        defaults = {name: options[name] for name in (*self._defaults, "maximize", "seed")}
+        states = {name: options[name] for name in _state_types.DEFAULTS}
+        defaults |= states if states != _state_types.DEFAULTS else {}  # groups of fp32 state are torch's
         if defaults["lr"] is not None:
             self._check_options(defaults)
         super().__init__(params, defaults)

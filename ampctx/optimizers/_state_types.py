@@ -38,12 +38,6 @@ DEFAULTS: Group = {"state_dtype": _WIDE, "min_8bit_size": _MIN_8BIT_SIZE}
 # --- the options ------------------------------------------------------------------------------------------------------
 
 
-def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
-    """The options as group options. None by default, so that the groups of fp32 state are torch's."""
-    given = {"state_dtype": state_dtype, "min_8bit_size": min_8bit_size}
-    return {} if given == DEFAULTS else given
-
-
 def _choices(group: Group) -> list[Any]:
     given = group.get("state_dtype", _WIDE)
     return list(given.values()) if isinstance(given, dict) else [given]

@@ -70,11 +70,6 @@ class FoundInfFlags:
         self.taken: tuple[Flags, Flags] | None = None
         self.scales_used: dict[int, Factor] = {}
 
-    @property
-    def are_of_blocks(self) -> bool:
-        """Whether a block has checked gradients since the last step."""
-        return any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
-
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
         if loss_id in self.by_loss:

@@ -32,11 +32,11 @@ class Product(torch.autograd.Function):
         return grad.mm(b.t()), grad_b
 
 
-def custom(cast_inputs):
+def custom(cast_inputs, function=Product):
     """As torch's decorators write it: without ``cast_inputs`` with the casts of the forward, else without casts."""
-    forward = custom_fwd(Product.forward, device_type="cpu", cast_inputs=cast_inputs)
-    backward = custom_bwd(Product.backward, device_type="cpu")
-    return type("Custom", (Product,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    forward = custom_fwd(function.forward, device_type="cpu", cast_inputs=cast_inputs)
+    backward = custom_bwd(function.backward, device_type="cpu")
+    return type("Custom", (function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
 class Model(nn.Module):
@@ -110,3 +110,47 @@ def test_a_function_without_the_decorators_has_to_be_registered(session, level, 
     assert seen == types
     session.reset()
     assert dict(vars(Product)) == before
+
+
+class Again(torch.autograd.Function):
+    """Activation checkpointing of somebody's own, whose inner backward runs where grad is on, or after."""
+
+    @staticmethod
+    def forward(ctx, block, is_inside, x):
+        ctx.block, ctx.is_inside, ctx.x = block, is_inside, x
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.block(x)
+            seen.append(output.dtype)
+            if ctx.is_inside:
+                output.backward(grad)
+        if not ctx.is_inside:
+            output.backward(grad)
+        return None, None, x.grad
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_block_that_a_backward_runs_again_has_the_casts_of_its_forward(session, level):
+    def gradients(run):
+        torch.manual_seed(0)
+        net = nn.ModuleList([nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        session.initialize(net, optimizer, opt_level=level, loss_scale=128.0, verbosity=0, keep_fp32="1.2")
+        with session.scale_loss(run(net[1], net[0](X)).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            assert torch.mm(X, X.t()).dtype == torch.float32
+        grads = [p.grad for p in net.parameters()]
+        session.reset()
+        return grads
+
+    expected = gradients(lambda block, x: block(x))
+    for is_inside in (False, True):
+        assert all(map(torch.equal, gradients(lambda block, x: Again.apply(block, is_inside, x)), expected))  # noqa: B023
+    seen.clear()
+    gradients(lambda block, x: custom(torch.float32, Again).apply(block[0], True, x))
+    assert seen == [torch.float32]
