@@ -63,7 +63,7 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
     return call_cast("float", fn, args, kwargs)
 
 
-# -1 outside of a backward. torch has no public name for this; torch.utils.checkpoint asks it, too.
+# Private: torch has no public name for it. -1 outside of a backward.
 _backward_id = torch._C._current_graph_task_id
 
 
