@@ -391,13 +391,13 @@ class AmpSession(FunctionCasts):
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         """
         binding = self._binding_of(optimizer)
-        if binding is not None and binding.gradients.is_idle:
+        if binding is not None and not binding.gradients.depth:
             binding.refresh()
         params = [p for group in optimizer.param_groups for p in group["params"]]
 
         def each() -> Iterator[Tensor]:
             yield from params
-            if binding is not None and binding.gradients.is_idle:
+            if binding is not None and not binding.gradients.depth:
                 _round_again(binding.masters)  # a loop may have written them
 
         return each()

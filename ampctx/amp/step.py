@@ -178,7 +178,8 @@ class OptimizerBinding:
     @without_grad
     def refresh(self) -> None:
         """Takes over what happened outside blocks: changed groups, written weights, plain backwards. No host sync."""
-        self._catch_up(weights_final=False)  # a broadcast of weights may come before the first block
+        # A broadcast of weights may come before the first block. Gradients of delayed blocks stay scaled.
+        self._catch_up(weights_final=False, gradients=self.gradients.is_idle)
 
     def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.follow_groups()
