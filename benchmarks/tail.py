@@ -160,7 +160,8 @@ def shard(model: torch.nn.Module, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     fully_shard(model, mesh=init_device_mesh(next(model.parameters()).device.type, (ranks,)))
 
 
