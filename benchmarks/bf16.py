@@ -67,7 +67,9 @@ def measure(args: argparse.Namespace) -> Figures:
         who: Side(args, bf16, lambda ps, of=of: ours("FusedAdam", ps, master_weights="split", **of), clip_grad_norm_)
         for who, of in kept.items()
     }
-    sides |= {f"torch {name}": Side(args, of, theirs, torch_clip) for name, of in (("bf16", bf16), ("fp32", torch.float32))}
+    sides |= {
+        f"torch {name}": Side(args, of, theirs, torch_clip) for name, of in (("bf16", bf16), ("fp32", torch.float32))
+    }
     device, params = torch.device(args.device), sides["ampctx"].params
     torch.manual_seed(1)
     sets = [[torch.randn(part(p).shape, device=device).to(bf16) for p in params] for _ in range(3)]
@@ -97,6 +99,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(options := parser(), arguments)
     report(options, args, measure(args), *NAMED)
+    if args.ranks:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

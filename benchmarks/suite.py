@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import bf16
 import host
 import loop
 import offload
@@ -30,7 +31,7 @@ import tail
 from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
 from peers import OPTIMIZERS, packages
 
-SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start, "offload": offload}
+SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start, "offload": offload, "bf16": bf16}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
@@ -87,6 +88,8 @@ def entries(device: str) -> Iterator[Entry]:
     for model in ("tiny161", "tiny1000"):  # of fully_shard
         found = tails(model, "O1", "FusedAdam", True, False)
         yield Entry("tail", (*found.options, "--ranks", "8"))
+    for model, *ranks in (("gpt2-small",), ("tiny161", "--ranks", "8"), ("tiny1000", "--ranks", "8")):
+        yield Entry("bf16", ("--device", device, "--model", model, *ranks))
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
             yield tails("resnet50", "O2", optimizer, True, False)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bf16
 import host
 import loop
 import measuring
@@ -68,6 +69,14 @@ def test_tail_of_shards(tmp_path):
     run(tail, tmp_path, "--model", "digits", "--opt-level", "O1", "--clip", "--ranks", 3, "--rounds", 2)
     with pytest.raises(SystemExit):
         run(tail, tmp_path, "--model", "digits", "--opt-level", "O2", "--ranks", 3)
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", 3)])
+def test_bf16_is_exact_and_tells_its_bytes(ranks, tmp_path):
+    found = run(bf16, tmp_path, "--model", "digits", "--rounds", 2, *ranks)
+    assert sides(found, "bf16") == ["ampctx", "bf16 state", "8bit state", "torch bf16", "torch fp32"]
+    bytes_moved = [found[f"bf16/{who}/bytes"] for who in ("ampctx", "bf16 state", "torch bf16", "torch fp32")]
+    assert bytes_moved == [26, 18, 14, 28]
 
 
 def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
