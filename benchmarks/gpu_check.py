@@ -3,10 +3,11 @@
     python benchmarks/gpu_check.py [--only PART,...] [--budget SECONDS] [--out FILE.json]
 
     build      builds the extension for this GPU; nothing goes on without it
+    bench      the commands of `make bench`: kernels, steps, iterations and host time, then as many tails as find room
+               before the tests, and the others after them
     exercise   every kernel, with tables of every size, checked
     tests      the tests marked cuda, by folder; after a crash the rest goes on in a new process
     sanitize   the exercise under the tools of compute-sanitizer
-    bench      the commands of `make bench`, tails first
 
 Exercise, tests and sanitize run at the same time, the others alone.
 The report, build/gpu-check.json, is written before and after each part, so that it keeps what was done, whatever ends
@@ -41,8 +42,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # a checkout need not be installed
 REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
-PARTS = ("build", "exercise", "tests", "sanitize", "bench")
-FOR_BENCH = 0.3  # of the time that is left after the build
+PARTS = ("build", "bench", "exercise", "tests", "sanitize")
+WORTH = ("kernels", "bf16", "loop", "host", "tail", "ops")  # scripts, by what their figures are worth
+TAILS_FIRST, BENCH_S = 12, 120.0  # before the tests; the longest that one may take
 FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
@@ -112,6 +114,15 @@ def parts() -> list[str]:
     return found + [f"bench-{entry.name}" for entry in suite.entries("cuda")]
 
 
+def benches() -> tuple[list[Any], list[Any]]:
+    """The entries of the suite that run before the tests, and those after."""
+    import suite
+
+    found = sorted(suite.entries("cuda"), key=lambda entry: WORTH.index(entry.script))
+    first = [entry.script for entry in found].index("tail") + TAILS_FIRST
+    return found[:first], found[first:]
+
+
 def is_of(name: str, parts: Iterable[str]) -> bool:
     """Whether a part is among these, or belongs to one: "tests-ops" to "tests"."""
     return any(name == part or name.startswith(f"{part}-") for part in parts)
@@ -121,7 +132,7 @@ class Check:
     """``report`` is the JSON, ``parts`` its parts by name, such as "tests-ops"."""
 
     def __init__(self, file: Path, facts: dict[str, Any], budget: float, command: str) -> None:
-        self.file, self.end, self.share = file, time.monotonic() + budget, budget
+        self.file, self.end, self.budget = file, time.monotonic() + budget, budget
         self.report: dict[str, Any] = {"command": command, "facts": facts, "parts": {}}
         before = json.loads(file.read_text()) if file.exists() else {"facts": {}}
         if all(before["facts"].get(key, "") == facts[key] for key in ("commit", "changed", "torch", "gpu")):
@@ -182,13 +193,13 @@ class Check:
     def build(self) -> None:
         archs = {"AMPCTX_CUDA": "1", "AMPCTX_CUDA_ARCHS": self.report["facts"]["capability"]}
         command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")  # compiles what has changed
-        self.part("build", self.share, lambda limit: self.child(limit, *command, **archs)[0])
+        self.part("build", self.budget, lambda limit: self.child(limit, *command, **archs)[0])
 
     def exercise(self) -> None:
-        self.part("exercise", self.share, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
+        self.part("exercise", self.budget, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
 
     def tests(self, folder: str) -> None:
-        self.part(f"tests-{folder}", self.share, lambda limit: self.pytest(f"tests/{folder}", limit))
+        self.part(f"tests-{folder}", self.budget, lambda limit: self.pytest(f"tests/{folder}", limit))
 
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
         """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
@@ -223,7 +234,7 @@ class Check:
         # Few tensors, which lie in memory of their own, without the caching allocator: it knows the end of each.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
         words += [sys.executable, EXERCISE, "--tensors", "7" if tool in ("memcheck", "initcheck") else "300"]
-        self.part(f"sanitize-{tool}", self.share, lambda limit: self.child(limit, *words, **env)[0])
+        self.part(f"sanitize-{tool}", self.budget, lambda limit: self.child(limit, *words, **env)[0])
 
     def together(self, only: list[str]) -> None:
         """Each in a thread, which waits for its process: a test takes the host more time than the GPU."""
@@ -233,20 +244,19 @@ class Check:
         with ThreadPoolExecutor(len(calls)) as pool:
             list(pool.map(lambda name: calls[name](), [name for name in calls if is_of(name, only)]))
 
-    def bench(self, only: list[str]) -> None:
+    def bench(self, entries: list[Any], only: list[str]) -> None:
         import measuring
-        import suite
 
         figures = self.file.with_suffix(".csv")
 
-        def run(entry: suite.Entry, limit: float) -> dict[str, Any]:
+        def run(entry: Any, limit: float) -> dict[str, Any]:
             figures.unlink(missing_ok=True)
             done, _ = self.child(limit, sys.executable, *entry.command(figures, 11))
-            return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
+            return {**done, "figures": measuring.read(figures) if figures.exists() else {}}
 
-        for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
+        for entry in entries:
             if is_of(f"bench-{entry.name}", only):
-                self.part(f"bench-{entry.name}", self.share, partial(run, entry))
+                self.part(f"bench-{entry.name}", BENCH_S, partial(run, entry))
         figures.unlink(missing_ok=True)
 
 
@@ -254,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
-    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
+    parser.add_argument("--budget", type=float, default=720.0, metavar="SECONDS", help="of all together; default 720")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
     only = args.only.split(",")
@@ -271,11 +281,10 @@ def main(arguments: list[str] | None = None) -> int:
     if "build" in only:
         check.build()
     if check.parts.get("build", {"status": OK})["status"] == OK:
-        benches = any(is_of(name, ["bench"]) for name in only)
-        check.share = (check.end - time.monotonic()) * (1 - FOR_BENCH if benches else 1)
+        before, after = benches()
+        check.bench(before, only)
         check.together(only)
-        check.share = args.budget
-        check.bench(only)
+        check.bench(after, only)
     if args.out == REPORT:
         name = re.sub(r"[^a-z0-9]+", "-", found["gpu"].lower()).strip("-")
         shutil.copy(REPORT, ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json")

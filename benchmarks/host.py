@@ -6,15 +6,11 @@ Timed by the wall clock, on a GPU without waiting for it: entering ``scale_loss`
 and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. What backward and ``zero_grad`` take
 is not counted; ``zero_grad`` is shown beside it. ``--flush`` empties the caches before entry and before exit, as
 forward and backward do.
-
-"per further tensor" is the time above that of the fewest tensors, by the number of tensors above it: what an
-iteration takes once for any number of tensors drops out.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 
 from measuring import Clock, Figures, add_against, figures, interleave, options, parse, report
@@ -44,19 +40,6 @@ def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> Figures:
     return figures(f"{tensors} tensors", samples)
 
 
-def further(found: Figures, sides: list[str], tensors: tuple[int, ...]) -> Figures:
-    fewest = min(tensors)
-    median = {key: statistics.median(samples) for key, samples in found.items()}
-    return {
-        f"{n} tensors/{who}/per further tensor": [
-            (median[f"{n} tensors/{who}/time"] - median[f"{fewest} tensors/{who}/time"]) * 1e3 / (n - fewest)
-        ]
-        for n in tensors
-        if n > fewest
-        for who in sides
-    }
-
-
 def parser() -> argparse.ArgumentParser:
     found = options(__file__, __doc__)
     found.add_argument("--opt-level", default="O1", choices=list(LOW_PRECISION))
@@ -75,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         tails = Tails(lambda n=tensors: one_element(n), args, peers)
         found |= measure(tails, args, tensors)
         tails.close()
-    report(options, args, found | further(found, ["ampctx", *peers], args.tensors), *NAMED)
+    report(options, args, found, *NAMED)
 
 
 if __name__ == "__main__":

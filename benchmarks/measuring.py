@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "figures.csv"
 WRITTEN = ("benchmarks/results", "docs/_static/gains.png")  # by `make bench`
 WARMUP_ROUNDS = 3
-AGAINST = ("torch-fused", "torch-default", "apex", "te", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
-AGAINST += ("deepspeed",)
+AGAINST = ("torch-fused", "torch-default", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit", "deepspeed")
 UNITS = {
     **dict.fromkeys(("time", "enter", "exit", "clip", "step", "zero_grad"), "ms"),
-    "per further tensor": "us",
+    "captured": "ms",
+    "bytes": "B",
     **dict.fromkeys(("peak memory", "held memory"), "MB"),
     "bandwidth": "GB/s",
 }  # of quantities; others have none

@@ -110,7 +110,6 @@ def _text(n: int, length: int, words: int) -> tuple[Tensor, Tensor]:
 
 NETWORKS = {
     "gpt-small": Network(lambda: GPT(4, 256, 8, 64, 512), lambda: _text(2, 16, 512)),
-    "gpt2-xl": Network(lambda: GPT(48, 1600, 25, 1024, 50257), lambda: _text(2, 1024, 50257)),
     "resnet50": Network(resnet50, lambda: _images(8, 3, 64, 1000)),
     "digits": Network(digits, lambda: _images(8, 1, 8, 10)),
 }
@@ -185,7 +184,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": resnet50,
     "bert-large": bert_large,
     "gpt2-small": lambda: GPT(12, 768, 12, 1024, 50257),  # 148 parameters, 124,439,808 elements
-    "gpt2-xl": NETWORKS["gpt2-xl"].make,  # 580 parameters, 1,557,611,200 elements
     "efficientnet-b7": efficientnet_b7,
     "lora": lora,
     **{f"tiny{tensors}": partial(tiny, tensors) for tensors in (161, 1000, 5000, 20000)},

@@ -194,57 +194,14 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
     return make
 
 
-class Linked(torch.autograd.Function):
-    """A cast of a weight that has been made already, as a part of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
-        return cast.view_as(cast)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
-
-
-def weight_casts(inputs: Inputs) -> Op:
-    """Weights as a forward at O1 takes them: ampctx leaves them to torch's autocast, which casts each by itself. Beside
-    it: one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
-    weights, casts, alone, linked = inputs.random(0), inputs.empty(torch.float16), [], []
-    params = [weight.detach().requires_grad_() for weight in weights]
-
-    def one_call() -> None:
-        ops.multi_tensor_scale(weights, casts, inputs.flag, 1.0)
-
-    def one_call_and_links() -> None:
-        one_call()
-        linked[:] = map(Linked.apply, params, casts)
-
-    def one_by_one() -> None:
-        alone[:] = [param.to(torch.float16) for param in params]
-
-    def values(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.detach() for t in tensors]
-
-    return Op(
-        6,
-        {
-            "ampctx": Side(one_by_one, lambda: values(alone)),
-            "one call": Side(one_call_and_links, lambda: values(linked)),
-            "one call without graph": Side(one_call, lambda: casts),
-        },
-    )
-
-
 def step(name: str, peers: dict[str, Any]) -> Callable[[Inputs], Op]:
     """The step of an optimizer, without scaling, on fp32 weights; beside torch's, its own with smaller state."""
 
     def side(inputs: Inputs, make: Callable[[list[Tensor]], Any], grads: list[Tensor]) -> Side:
         params = inputs.random(1)
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()  # LARC writes to it
-        optimizer = make(params)
-        restore = (lambda: torch._foreach_copy_([p.grad for p in params], grads)) if name == "LARC" else lambda: None
-        return Side(optimizer.step, lambda: params, restore)
+            param.grad = grad
+        return Side(make(params).step, lambda: params)
 
     def make(inputs: Inputs) -> Op:
         grads = inputs.random(0)
@@ -269,7 +226,6 @@ def cases(optimizers: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Callable
     yield "l2norm fp16", l2norm(half, 2e-3)  # torch rounds it to fp16
     yield "cast fp16 to fp32", cast(half, full)
     yield "cast fp32 to fp16", cast(full, half)
-    yield "weight casts", weight_casts
     for name, peers in optimizers.items():
         yield f"{name}.step", step(name, peers)
 

@@ -23,15 +23,16 @@ from pathlib import Path
 
 import bf16
 import host
+import kernels
 import loop
 import offload
 import ops
 import start
 import tail
 from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
-from peers import OPTIMIZERS, packages
+from peers import OPTIMIZERS
 
-SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start, "offload": offload, "bf16": bf16}
+SCRIPTS = {module.__name__: module for module in (bf16, host, kernels, loop, offload, ops, start, tail)}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
@@ -64,8 +65,6 @@ class Entry:
 def entries(device: str) -> Iterator[Entry]:
     def tails(model: str, level: str, optimizer: str, clip: bool, goal: bool, *against: str) -> Entry:
         found = ("--device", device, "--model", model, "--opt-level", level, "--optimizer", optimizer)
-        if device == "cuda":
-            against = (*against, *packages(optimizer))
         more = ("--against", ",".join(("torch-fused", *against))) if against else ()
         return Entry("tail", (*found, *(["--clip"] if clip else []), *more), goal)
 
@@ -73,6 +72,8 @@ def entries(device: str) -> Iterator[Entry]:
     quick = [name for name in peers(device) if name != "torchao-8bit"]
     for model in ("resnet50", "tiny5000") if device == "cpu" else ("resnet50", "bert-large", "tiny5000"):
         yield Entry("ops", ("--device", device, "--model", model), goal=True)
+        if device == "cuda":
+            yield Entry("kernels", ("--device", device, "--model", model))
         yield tails(model, "O1", "FusedAdam", False, True, "torch-default")
         yield tails(model, "O1", "FusedAdam", True, True)
         yield tails(model, "O2", "FusedAdam", False, True)
@@ -93,7 +94,7 @@ def entries(device: str) -> Iterator[Entry]:
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
             yield tails("resnet50", "O2", optimizer, True, False)
-    for level, clip in itertools.product(("O1", "O2"), ((), ("--clip",))):
+    for level, clip in itertools.product(("O1", "O2"), ((), ("--clip",)) if device == "cpu" else ((),)):
         yield Entry("host", ("--device", device, "--opt-level", level, *clip), goal=True)
     if device == "cpu":
         yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"))
