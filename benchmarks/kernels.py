@@ -4,7 +4,7 @@
 
 "of copy" and "of peak" are bytes per second by those of a copy in the same rounds, and by what the card's maker states.
 "launches" are those of a call, by torch's profiler, and "captured" is the time of the call in a CUDA graph. No values
-are compared: ops.py and the tests do that. On a CPU a call is timed by the wall clock, and has no launches.
+are compared: ops.py and the tests do that. On a CPU calls have a time alone.
 """
 
 from __future__ import annotations
