@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,16 +61,11 @@ class Side:
 
 def measure(args: argparse.Namespace) -> Figures:
     bf16, torch_clip = torch.bfloat16, torch.nn.utils.clip_grad_norm_
-    theirs = peer("FusedAdam", "torch-fused", args.device)
-    kept: dict[str, dict[str, Any]] = {"ampctx": {}}
-    kept |= {f"{name} state": {"state_dtype": of} for name, of in STATE_DTYPES.items()}
-    sides = {
-        who: Side(args, bf16, lambda ps, of=of: ours("FusedAdam", ps, master_weights="split", **of), clip_grad_norm_)
-        for who, of in kept.items()
-    }
-    sides |= {
-        f"torch {name}": Side(args, of, theirs, torch_clip) for name, of in (("bf16", bf16), ("fp32", torch.float32))
-    }
+    split = partial(ours, "FusedAdam", master_weights="split")
+    makes = {"ampctx": split, **{f"{name} state": partial(split, state_dtype=of) for name, of in STATE_DTYPES.items()}}
+    sides = {who: Side(args, bf16, make, clip_grad_norm_) for who, make in makes.items()}
+    for name, dtype in (("bf16", bf16), ("fp32", torch.float32)):
+        sides[f"torch {name}"] = Side(args, dtype, peer("FusedAdam", "torch-fused", args.device), torch_clip)
     device, params = torch.device(args.device), sides["ampctx"].params
     torch.manual_seed(1)
     sets = [[torch.randn(part(p).shape, device=device).to(bf16) for p in params] for _ in range(3)]
@@ -80,12 +76,8 @@ def measure(args: argparse.Namespace) -> Figures:
     state = sides["ampctx"].optimizer.state
     found = (join(part(p), part(state[p]["remainder"])) for p in params)
     torch.testing.assert_close(flat(found), flat(sides["torch fp32"].params), rtol=RTOL, atol=ATOL)
-    samples = interleave(
-        sides,
-        lambda who, number: sides[who].step(sets[number % 3], clock),
-        args.rounds,
-        Bandwidth(sum(part(p).numel() for p in params), device, clock),
-    )
+    bandwidth = Bandwidth(sum(part(p).numel() for p in params), device, clock)
+    samples = interleave(sides, lambda who, n: sides[who].step(sets[n % 3], clock), args.rounds, bandwidth)
     return figures("bf16", samples) | {f"bf16/{who}/bytes": [side.bytes()] for who, side in sides.items()}
 
 

@@ -157,8 +157,8 @@ class Check:
         except Exception as error:
             found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
         self.write(**{name: {**found, "seconds": round(time.monotonic() - start, 1)}})
-        shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
         lines = found.get("last_lines", []) if found["status"] != OK else []
+        shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
         print(f"{name}: {shown}", *lines, sep="\n    ", flush=True)
         return found["status"] == OK
 
@@ -195,12 +195,6 @@ class Check:
         command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")  # compiles what has changed
         self.part("build", self.budget, lambda limit: self.child(limit, *command, **archs)[0])
 
-    def exercise(self) -> None:
-        self.part("exercise", self.budget, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
-
-    def tests(self, folder: str) -> None:
-        self.part(f"tests-{folder}", self.budget, lambda limit: self.pytest(f"tests/{folder}", limit))
-
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
         """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
         loses its CUDA context costs the test it was in: the others run in a new one."""
@@ -227,22 +221,23 @@ class Check:
             done["status"] = FAILED if bad or not results else OK
         return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
 
-    def sanitize(self, tool: str) -> None:
+    def sanitize(self, tool: str, limit: float) -> dict[str, Any]:
         words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
         if tool != "initcheck":  # which has to see who writes the memory that the kernels read
             words += ["--kernel-name", "kns=ampctx"]
         # Few tensors, which lie in memory of their own, without the caching allocator: it knows the end of each.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
         words += [sys.executable, EXERCISE, "--tensors", "7" if tool in ("memcheck", "initcheck") else "300"]
-        self.part(f"sanitize-{tool}", self.budget, lambda limit: self.child(limit, *words, **env)[0])
+        return self.child(limit, *words, **env)[0]
 
     def together(self, only: list[str]) -> None:
         """Each in a thread, which waits for its process: a test takes the host more time than the GPU."""
-        calls: dict[str, Callable[[], None]] = {"exercise": self.exercise}
-        calls |= {f"tests-{folder}": partial(self.tests, folder) for folder in FOLDERS}
+        calls: dict[str, Callable[[float], Any]] = {"exercise": lambda s: self.child(s, sys.executable, EXERCISE)[0]}
+        calls |= {f"tests-{folder}": partial(self.pytest, f"tests/{folder}") for folder in FOLDERS}
         calls |= {f"sanitize-{tool}": partial(self.sanitize, tool) for tool in TOOLS}
         with ThreadPoolExecutor(len(calls)) as pool:
-            list(pool.map(lambda name: calls[name](), [name for name in calls if is_of(name, only)]))
+            wanted = [name for name in calls if is_of(name, only)]
+            list(pool.map(lambda name: self.part(name, self.budget, calls[name]), wanted))
 
     def bench(self, entries: list[Any], only: list[str]) -> None:
         import measuring

@@ -2,10 +2,9 @@
 
     python benchmarks/host.py --opt-level O1 --tensors 161,1000,5000,20000 --csv host.csv
 
-Timed by the wall clock, on a GPU without waiting for it: entering ``scale_loss``, leaving it, with ``--clip`` clipping,
-and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. What backward and ``zero_grad`` take
-is not counted; ``zero_grad`` is shown beside it. ``--flush`` empties the caches before entry and before exit, as
-forward and backward do.
+Timed by a clock of the host, which does not wait for a GPU: entering ``scale_loss``, leaving it, with ``--clip``
+clipping, and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. ``zero_grad`` is shown,
+too. ``--flush`` empties the caches before entry and before exit, as forward and backward do.
 """
 
 from __future__ import annotations
@@ -19,13 +18,6 @@ from peers import OPTIMIZERS
 from tail import LOW_PRECISION, Tails, peers_of
 
 NAMED = ("device", "opt_level")
-
-
-def tensor_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(word) for word in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{min(counts)} tensors are none")
-    return counts
 
 
 def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> Figures:
@@ -45,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--opt-level", default="O1", choices=list(LOW_PRECISION))
     found.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
     found.add_argument("--clip", action="store_true", help="clip the norm of the gradients")
-    found.add_argument("--tensors", type=tensor_counts, default=(161, 1000, 5000, 20000), metavar="N,...")
+    several = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    found.add_argument("--tensors", type=several, default=(161, 1000, 5000, 20000), metavar="N,...")
     found.add_argument("--flush", action="store_true", help="empty the caches before entry and before exit")
     add_against(found)
     return found

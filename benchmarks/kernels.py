@@ -71,25 +71,18 @@ def stepping(inputs: Inputs, dtype: torch.dtype, make: Callable[[Any], Any]) -> 
     return optimizer.step
 
 
-def timed(call: Callable[[], Any], clock: Clock) -> Callable[[], float]:
-    """Measures milliseconds of a call. The GPU spins while the host makes the calls, so it does not wait for them."""
-    call()
-    clock.settle()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    host_s = time.perf_counter() - start
-
-    def measure() -> float:
+def device_ms(call: Callable[[], Any], clock: Clock) -> float:
+    """Of one call. A GPU spins first while the host makes the calls, for twice as long as these have just taken it."""
+    host_s = 0.0
+    for _ in range(2):
         clock.settle()
         if clock.on_gpu:
-            torch.cuda._sleep(int((host_s + 1e-3) * 4e9))  # cycles: twice as long at 2 GHz
-        start = clock.mark()
+            torch.cuda._sleep(int(host_s * 4e9) + 1)  # cycles, at 2 GHz
+        host_s, start = time.perf_counter(), clock.mark()
         for _ in range(CALLS):
             call()
-        return clock.between(start, clock.mark()) / CALLS
-
-    return measure
+        host_s = time.perf_counter() - host_s
+    return clock.between(start, clock.mark()) / CALLS
 
 
 def of_gpu(call: Callable[[], Any], clock: Clock) -> dict[str, float]:
@@ -101,13 +94,13 @@ def of_gpu(call: Callable[[], Any], clock: Clock) -> dict[str, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return {"launches": sum("Mem" not in name for name in on_device), "captured": timed(graph.replay, clock)()}
+    return {"launches": sum("Mem" not in name for name in on_device), "captured": device_ms(graph.replay, clock)}
 
 
 def measure(name: str, moved: float, calls: Calls, inputs: Inputs, clock: Clock, rounds: int) -> Figures:
     source, target = (torch.ones(inputs.elements, device=inputs.device) for _ in range(2))
-    times = {who: timed(call, clock) for who, call in {**calls, "copy": lambda: target.copy_(source)}.items()}
-    samples = interleave(times, lambda who, _: {"time": times[who]()}, rounds)
+    timed = {**calls, "copy": lambda: target.copy_(source)}
+    samples = interleave(timed, lambda who, _: {"time": device_ms(timed[who], clock)}, rounds)
     ms = {who: statistics.median(of["time"]) for who, of in samples.items()}
     card = torch.cuda.get_device_name() if clock.on_gpu else ""
     found = figures(name, samples)

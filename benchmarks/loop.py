@@ -5,8 +5,8 @@
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
 masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack;
 O5-split-bf16 and O5-split-8bit keep the optimizer's state in that ``state_dtype``, too.
-"step" is the part of the time that follows backward.
-All sides start from the same weights and see the same batch, and their losses must stay together.
+"step" is the part of the time that follows backward. All sides start from the same weights and see the same batch, and
+their losses must stay together.
 
 Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
 of its own. On a GPU it is what torch's allocator reports, on the CPU the running sum of the allocations and frees that
@@ -49,10 +49,7 @@ LEVELS = {
 ITERATIONS_FOR_MEMORY = 3
 # How far a loss may lie from that of fp32, in parts of the first loss. O0 computes the same in another order.
 LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-
-
-# Makes a mark of the clock at the end of backward.
-Mark = Callable[[], Any]
+Mark = Callable[[], Any]  # of the clock, at the end of backward
 
 
 class Workload:
@@ -90,8 +87,7 @@ class AmpctxLoop:
         self.session: AmpSession | None = None
 
     def start(self) -> None:
-        """The casts of O1 and O4 are the thread's, and would reach the forward of the other sides: a session with them
-        leaves after each turn."""
+        """The casts of O1 and O4 would reach the forward of other sides: a session with them leaves after each turn."""
         if self.session is None:
             self.session = AmpSession()
             self.session.initialize(self.model, self.optimizer, **self.options)

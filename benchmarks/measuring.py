@@ -50,8 +50,6 @@ def some_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         for word in found:
             if word not in choices:
                 raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(choices)}")
-        if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{text!r} names one of them twice")
         return found
 
     return parse

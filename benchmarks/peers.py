@@ -22,30 +22,17 @@ BETA1, BETA2, EPS = 0.9, 0.99, 1e-6
 TRUST, MAX_GRAD_NORM = 0.02, 1.0
 
 
-class _Formula(torch.optim.Optimizer):
+class Lamb(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": LR})
         self.params: list[Tensor] = self.param_groups[0]["params"]
+        self.m, self.v = ([torch.zeros_like(p) for p in self.params] for _ in range(2))
         self.taken = 0
-
-    def _zeros(self) -> list[Tensor]:
-        return [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.taken += 1
-        self._update([p.grad for p in self.params])
-
-    def _update(self, grads: list[Tensor]) -> None:
-        raise NotImplementedError
-
-
-class Lamb(_Formula):
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.m, self.v = self._zeros(), self._zeros()
-
-    def _update(self, grads: list[Tensor]) -> None:
+        grads = [p.grad for p in self.params]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         grads = torch._foreach_mul(grads, torch.clamp(MAX_GRAD_NORM / norm, max=1.0))
         torch._foreach_lerp_(self.m, grads, 1 - BETA1)
@@ -77,7 +64,6 @@ _TORCH = {
     "FusedAdagrad": (torch.optim.Adagrad, _ADAGRAD),
     "torch-Adam": (torch.optim.Adam, {"lr": LR}),
 }
-_FORMULAS = {"FusedLAMB": Lamb}
 
 OPTIMIZERS = (*_OURS, "torch-Adam")
 # fp32 numbers of state that an optimizer reads and writes for each weight.
@@ -85,6 +71,17 @@ STATES = {name: 1 if name in ("FusedSGD", "FusedAdagrad") else 2 for name in OPT
 # Types of state below fp32, and the optimizers that take them.
 STATE_DTYPES = {"bf16": torch.bfloat16, "8bit": "8bit"}
 TAKE_STATE_DTYPE = ("FusedAdam", "FusedSGD", "FusedLAMB")
+
+# AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
+_ADAMW = {
+    "optimi": ("torch-optimi", "optimi", "AdamW", {"foreach": True}),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
+    "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
+    "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
+    "deepspeed": ("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+}
+# Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
+INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
 
 # How far weights may lie apart after the rounds: the same formula in fp32, in another order of operations and with
 # sums in another order, a few steps on.
@@ -110,35 +107,18 @@ def peer(name: str, against: str, device: str) -> Make:
         LookupError: ``against`` is not installed, or has no such optimizer.
     """
     if against in _ADAMW:
-        return _adamw(name, against)
-    if name in _FORMULAS:
+        package, module, made, more = _ADAMW[against]
+        if name != "FusedAdam":
+            raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
+        if not importlib.util.find_spec(module.partition(".")[0]):
+            raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
+        return lambda params: getattr(importlib.import_module(module), made)(params, **_ADAM, **more)
+    if name == "FusedLAMB":
         if against == "torch-default":
             raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
-        return _FORMULAS[name]
+        return Lamb
     kind, options = _TORCH[name]
     how = {"fused": True} if against == "torch-fused" else {}
     if how and kind is torch.optim.Adagrad and device != "cpu":  # torch has a fused one for the CPU alone
         how = {"foreach": True}
     return lambda params: kind(params, **options, **how)
-
-
-# AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
-_ADAMW = {
-    "optimi": ("torch-optimi", "optimi", "AdamW", {"foreach": True}),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
-    "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
-    "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
-    "deepspeed": ("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
-}
-# Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
-INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
-
-
-def _adamw(name: str, against: str) -> Make:
-    package, module, kind, more = _ADAMW[against]
-    if name != "FusedAdam":
-        raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
-    if not importlib.util.find_spec(module.partition(".")[0]):
-        raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
-    made = getattr(importlib.import_module(module), kind)
-    return lambda params: made(params, **_ADAM, **more)

@@ -137,8 +137,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11, help="of each run; default 11")
     parser.add_argument("--output", type=Path, default=FIGURES, metavar="FILE.csv")
     args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: {args.runs} is none")
     failed = record(args.device, args.runs, args.rounds, args.output)
     if failed:
         print(f"{failed} of the commands failed, see above", file=sys.stderr)

@@ -67,6 +67,14 @@ def test_each_part_is_in_the_report_at_once(check, capsys):
     assert "    why" in capsys.readouterr().out
 
 
+def test_what_is_worth_most_runs_before_the_tests():
+    before, after = gpu_check.benches()
+    scripts = [entry.script for entry in before]
+    assert list(dict.fromkeys(scripts)) == ["kernels", "bf16", "loop", "host", "tail"]
+    assert scripts.count("tail") == gpu_check.TAILS_FIRST
+    assert {f"bench-{entry.name}" for entry in (*before, *after)} == {p for p in gpu_check.parts() if "bench-" in p}
+
+
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 CASES = """
