@@ -4,7 +4,8 @@
 
 "ampctx" is ``FusedAdam(master_weights="split")`` after ``ampctx.clip_grad_norm_``. The first steps, which clip nothing,
 must lead to the weights of "torch fp32", with fp32 weights and gradients. "torch bf16" rounds weights and state in each
-step. Both are ``AdamW(fused=True)`` after torch's clip. "bf16 state" and "8bit state" are ampctx's ``state_dtype``.
+step. Both are ``AdamW(fused=True)`` after torch's clip. "bf16 state" and "8bit state": ampctx's ``state_dtype``, without
+``--ranks``.
 "bytes" is what a step has to move for each parameter: the gradient once, weights and state twice.
 """
 
@@ -38,11 +39,13 @@ class Side:
         if args.ranks:
             shard(model, args.ranks)
         self.params, self.clip = list(model.parameters()), clip
+        self.grads = [like(p, torch.empty_like(part(p))) for p in self.params]
         self.optimizer = make(self.params)
 
     def step(self, values: list[Tensor], clock: Clock) -> dict[str, float]:
-        for param, value in zip(self.params, values, strict=True):
-            param.grad = like(param, value.to(param.dtype, copy=True))
+        for param, grad, value in zip(self.params, self.grads, values, strict=True):
+            part(grad).copy_(value)
+            param.grad = grad
         clock.settle()
         start = clock.mark()
         self.clip(self.params, MAX_NORM)
@@ -62,7 +65,9 @@ class Side:
 def measure(args: argparse.Namespace) -> Figures:
     bf16, torch_clip = torch.bfloat16, torch.nn.utils.clip_grad_norm_
     split = partial(ours, "FusedAdam", master_weights="split")
-    makes = {"ampctx": split, **{f"{name} state": partial(split, state_dtype=of) for name, of in STATE_DTYPES.items()}}
+    makes = {"ampctx": split}
+    if not args.ranks:
+        makes |= {f"{name} state": partial(split, state_dtype=dtype) for name, dtype in STATE_DTYPES.items()}
     sides = {who: Side(args, bf16, make, clip_grad_norm_) for who, make in makes.items()}
     for name, dtype in (("bf16", bf16), ("fp32", torch.float32)):
         sides[f"torch {name}"] = Side(args, dtype, peer("FusedAdam", "torch-fused", args.device), torch_clip)

@@ -184,7 +184,8 @@ def bf16(found: Rows) -> Iterator[str]:
 
     def row(report: str, quantity: str) -> list[str]:
         values = matching(found, f"bf16-cpu-{report}/bf16/.*/{quantity}")
-        return [f"{values[f'bf16-cpu-{report}/bf16/{who}/{quantity}']:.3g}" for who in sides]
+        of_sides = (values.get(f"bf16-cpu-{report}/bf16/{who}/{quantity}") for who in sides)
+        return ["" if value is None else f"{value:.3g}" for value in of_sides]
 
     rows = [(f"{model}, ms", *row(report, "time")) for model, report in BF16.items()]
     rows.append(("bytes moved for each parameter of GPT-2 small", *row("gpt2-small", "bytes")))

@@ -29,6 +29,7 @@ UNIT = r"(?:ms|us|µs|ns|s|seconds|minutes|GB/s|times)(?!\w)"
 IN_TEXT = re.compile(rf"(?<![\w.,^])\d[\d.,]*(?: (?:to|and|or) \d[\d.,]*)*(?: ?{UNIT}|x(?!\w))")
 MADE = {ROOT / "docs" / "benchmarks.md"}
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted({*(ROOT / "docs").rglob("*.md")} - MADE)]
+PAGES += sorted((ROOT / "benchmarks").glob("*.md"))
 FOUND = report.load()
 
 
