@@ -2,11 +2,10 @@
 
     python benchmarks/bf16.py --model gpt2-small [--ranks 8]
 
-"ampctx" is ``FusedAdam(master_weights="split")`` after ``ampctx.clip_grad_norm_``. The first steps, which clip nothing,
-must lead to the weights of "torch fp32", with fp32 weights and gradients. "torch bf16" rounds weights and state in each
-step. Both are ``AdamW(fused=True)`` after torch's clip. "bf16 state" and "8bit state": ampctx's ``state_dtype``, without
-``--ranks``.
-"bytes" is what a step has to move for each parameter: the gradient once, weights and state twice.
+"ampctx" is ``FusedAdam(master_weights="split")`` after ``ampctx.clip_grad_norm_``; "bf16 state" and "8bit state" have a
+``state_dtype``, too. The first steps clip nothing, and must lead to the weights of "torch fp32", which has fp32 weights
+and gradients. "torch bf16" rounds weights and state. Both are ``AdamW(fused=True)`` after torch's clip.
+"bytes" is what a step moves for each parameter: the gradient once, weights and state twice.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def measure(args: argparse.Namespace) -> Figures:
     for side in sides.values():
         for values in sets:
             side.step([value * 2**-17 for value in values], Clock(device, flush=False))
-    state = sides["ampctx"].optimizer.state
-    found = (join(part(p), part(state[p]["remainder"])) for p in params)
+    found = (join(part(p), part(state["remainder"])) for p, state in sides["ampctx"].optimizer.state.items())
     torch.testing.assert_close(flat(found), flat(sides["torch fp32"].params), rtol=RTOL, atol=ATOL)
     bandwidth = Bandwidth(sum(part(p).numel() for p in params), device, clock)
     samples = interleave(sides, lambda who, n: sides[who].step(sets[n % 3], clock), args.rounds, bandwidth)

@@ -3,10 +3,9 @@
     python benchmarks/gpu_check.py [--only PART,...] [--budget SECONDS] [--out FILE.json]
 
     build      builds the extension for this GPU; nothing goes on without it
-    bench      the commands of `make bench`: kernels, steps, iterations and host time, then as many tails as find room
-               before the tests, and the others after them
+    bench      the commands of `make bench`: kernels, bf16, iterations, host time, 12 tails; the rest after the tests
     exercise   every kernel, with tables of every size, checked
-    tests      the tests marked cuda, by folder; after a crash the rest goes on in a new process
+    tests      the tests marked cuda, by folder
     sanitize   the exercise under the tools of compute-sanitizer
 
 Exercise, tests and sanitize run at the same time, the others alone.
@@ -44,13 +43,11 @@ REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
 PARTS = ("build", "bench", "exercise", "tests", "sanitize")
 WORTH = ("kernels", "bf16", "loop", "host", "tail", "ops")  # scripts, by what their figures are worth
-TAILS_FIRST, BENCH_S = 12, 120.0  # before the tests; the longest that one may take
+TAILS_FIRST, BENCH_S = 12, 120.0  # before the tests; the longest for one
 FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
 GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"
-# After one of these, every CUDA call of the process fails.
-LOST = ("CUDA error", "illegal memory access", "unspecified launch failure")
 CHILDREN: set[int] = set()  # process groups that run
 RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 
@@ -196,30 +193,15 @@ class Check:
         self.part("build", self.budget, lambda limit: self.child(limit, *command, **archs)[0])
 
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
-        """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
-        loses its CUDA context costs the test it was in: the others run in a new one."""
-        end, results = time.monotonic() + limit, dict[str, str]()
-        without = self.file.with_name(f"{folder.replace('/', '-')}.args")
-        while True:
-            without.write_text("\n".join(["-v", folder, *(f"--deselect={name}" for name in results)]))
-            command = ("-m", "pytest", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20")
-            done, text = self.child(end - time.monotonic(), sys.executable, *command, f"@{without}")
-            new = {name: result.lower() for name, result in RESULT.findall(text)}
-            first_bad = next((i for i, result in enumerate(new.values()) if result in ("failed", "error")), len(new))
-            if any(words in text for words in LOST):  # what came after it has to run again
-                new = dict(list(new.items())[: first_bad + 1])
-            elif done["exit_code"] not in (0, 1, 2, 5):
-                running = [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in new]
-                new |= dict.fromkeys(running, "timed out" if done["exit_code"] is None else "crashed")
-            results |= new
-            if done["exit_code"] in (0, 5, None) or not new:
-                break
-        without.unlink()
+        """Counts from the lines of `pytest -v`, so that a run that crashes or is ended still counts."""
+        command = ("-m", "pytest", "-v", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20", folder)
+        done, text = self.child(limit, sys.executable, *command)
+        results = {name: result.lower() for name, result in RESULT.findall(text)}
         counts = {result: list(results.values()).count(result) for result in sorted(set(results.values()))}
         bad = [name for name, result in results.items() if result not in ("passed", "skipped", "xfail")]
-        if done["exit_code"] in (0, 5):  # 5: nothing was left
-            done["status"] = FAILED if bad or not results else OK
-        return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
+        if done["status"] == FAILED:  # a test that crashes the process has no result
+            bad += [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in results]
+        return {**done, "counts": counts, "failing": bad}
 
     def sanitize(self, tool: str, limit: float) -> dict[str, Any]:
         words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
@@ -257,8 +239,7 @@ class Check:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="or parts of these: tests-ops")
     parser.add_argument("--budget", type=float, default=720.0, metavar="SECONDS", help="of all together; default 720")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)

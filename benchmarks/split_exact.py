@@ -2,8 +2,7 @@
 
     python benchmarks/split_exact.py [N]      N: only every Nth pattern
 
-Every number comes back with every bit. A NaN comes back as a NaN of its sign, the bf16 half alone being one, too. Ends
-with the first pattern that comes back otherwise.
+A number comes back with every bit, a NaN as a NaN of its sign, the bf16 half alone being one. Ends at the first other.
 """
 
 import sys

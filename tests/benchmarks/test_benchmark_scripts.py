@@ -17,7 +17,6 @@ import peers
 import pytest
 import report
 import resume
-import start
 import suite
 import tail
 import torch
@@ -73,15 +72,6 @@ def test_tail_of_shards(tmp_path):
         run(tail, tmp_path, "--model", "digits", "--opt-level", "O2", "--ranks", 3)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--ranks", 3)])
-def test_bf16_is_exact_and_tells_its_bytes(ranks, tmp_path):
-    found = run(bf16, tmp_path, "--model", "digits", "--rounds", 2, *ranks)
-    states = [] if ranks else ["bf16 state", "8bit state"]
-    assert sides(found, "bf16") == ["ampctx", *states, "torch bf16", "torch fp32"]
-    moved = {"ampctx": 26, "torch bf16": 14, "torch fp32": 28, **dict.fromkeys(states[:1], 18)}
-    assert {who: found[f"bf16/{who}/bytes"] for who in moved} == moved
-
-
 def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
     elsewhere = {"torch-fused": lambda params: torch.optim.AdamW(params, lr=0.5)}
     monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
@@ -96,31 +86,29 @@ def test_ops_writes_a_case_for_each_op(tmp_path):
     assert all("ampctx" in sides(found, case) and len(sides(found, case)) > 1 for case in cases)
 
 
-def test_offload_times_steps_on_the_host(tmp_path, monkeypatch):
+def test_scripts_time_their_sides(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found = run(bf16, tmp_path, "--model", "digits", "--rounds", 2)
+    assert sides(found, "bf16") == ["ampctx", "bf16 state", "8bit state", "torch bf16", "torch fp32"]
+    assert [found[f"bf16/{who}/bytes"] for who in ("ampctx", "bf16 state", "torch bf16")] == [26, 18, 14]
+    found = run(bf16, tmp_path, "--model", "digits", "--ranks", 3, "--rounds", 2)
+    assert sides(found, "bf16") == ["ampctx", "torch bf16", "torch fp32"]
     found = run(offload, tmp_path, "--model", "digits", "--rounds", 2)
     assert sides(found, "bf16 gradients") == ["ampctx", "Offloaded", "torch-fused"]
     assert sides(found, "masters") == ["ampctx", "Offloaded", "split"]
-
-
-def test_host_times_each_number_of_tensors(tmp_path):
     found = run(host, tmp_path, "--tensors", "7,20", "--rounds", 2, "--clip")
-    assert sides(found, "7 tensors") == sides(found, "20 tensors") == ["ampctx", "torch-fused"]
+    assert sides(found, "20 tensors") == ["ampctx", "torch-fused"]
 
 
 def test_kernels_stand_beside_a_copy(tmp_path):
-    """The table that a GPU's figures go into has a place for what a CPU lacks."""
+    """The table of a GPU's figures has a place for what a CPU lacks."""
     found = run(kernels, tmp_path, "--model", "digits", "--rounds", 2)
-    cases = ("scale", "l2norm", "l2norm fp16", "unscale, l2norm fp16", *kernels.STEPS, "lion")
-    measured = [(case, who) for case in cases for who in sides(found, case) if who != "copy"]
-    assert all(found[f"{case}/{who}/of copy"] > 0 for case, who in measured)
+    measured = {figure.removesuffix("/of copy") for figure in found if figure.endswith("/of copy")}
+    assert {f"{case}/ampctx" for case in ("scale", "l2norm", *kernels.STEPS)} < measured
     file = tmp_path / "figures.csv"
     file.write_text(file.read_text().replace("kernels-cpu", "kernels-cuda"))
-    head, _, *rows = [line.strip("| ").split(" | ") for line in report.kernels(report.load(file))]
-    assert sorted((row[1], row[2]) for row in rows) == sorted(measured)
-    assert {row[0] for row in rows} == {"digits"}
-    assert {tuple(row[5:]) for row in rows} == {("not measured",) * 3}
-    assert len(head) == len(rows[0])
+    _, _, *rows = report.kernels(report.load(file))
+    assert len(rows) == sum(row.endswith("| not measured | not measured | not measured |") for row in rows) > 20
 
 
 @pytest.mark.full
@@ -132,11 +120,6 @@ def test_loop_gives_time_and_memory_of_each_level(tmp_path):
     for side in (*(f"ampctx/{level}" for level in loop.LEVELS), *(f"torch/{who}" for who in others)):
         assert found[f"{side}/peak memory"] > found[f"{side}/held memory"]
         assert 0 < found[f"{side}/step"] < found[f"{side}/time"]
-
-
-@pytest.mark.full
-def test_start_times_an_import_and_a_build(tmp_path):
-    assert sides(run(start, tmp_path, "--rounds", 2), "import") == ["ampctx"]
 
 
 @pytest.mark.full
@@ -152,9 +135,6 @@ def test_split_is_exact_on_some_patterns():
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{-(-(1 << 32) // 4099)} patterns came back")
-
-
-# --- the suite --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
