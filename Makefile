@@ -128,7 +128,7 @@ abi-check: wheel $(VENV)/test.done
 	  OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. $$python -m pytest -n $(WORKERS) --dist loadfile --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
-# For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes;
+# For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. 12 minutes;
 # ARGS=--only=tests for one part.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)

@@ -3,10 +3,10 @@
     python benchmarks/gpu_check.py [--only PART,...] [--budget SECONDS] [--out FILE.json]
 
     build      builds the extension for this GPU; nothing goes on without it
+    bench      the commands of `make bench`: kernels, bf16, iterations, host time, 12 tails; the rest after the tests
     exercise   every kernel, with tables of every size, checked
-    tests      the tests marked cuda, by folder; after a crash the rest goes on in a new process
+    tests      the tests marked cuda, by folder
     sanitize   the exercise under the tools of compute-sanitizer
-    bench      the commands of `make bench`, tails first
 
 Exercise, tests and sanitize run at the same time, the others alone.
 The report, build/gpu-check.json, is written before and after each part, so that it keeps what was done, whatever ends
@@ -41,14 +41,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # a checkout need not be installed
 REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
-PARTS = ("build", "exercise", "tests", "sanitize", "bench")
-FOR_BENCH = 0.3  # of the time that is left after the build
+PARTS = ("build", "bench", "exercise", "tests", "sanitize")
+WORTH = ("kernels", "bf16", "loop", "host", "tail", "ops")  # scripts, by what their figures are worth
+TAILS_FIRST, BENCH_S = 12, 120.0  # before the tests; the longest for one
 FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
 GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"
-# After one of these, every CUDA call of the process fails.
-LOST = ("CUDA error", "illegal memory access", "unspecified launch failure")
 CHILDREN: set[int] = set()  # process groups that run
 RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 
@@ -112,6 +111,15 @@ def parts() -> list[str]:
     return found + [f"bench-{entry.name}" for entry in suite.entries("cuda")]
 
 
+def benches() -> tuple[list[Any], list[Any]]:
+    """The entries of the suite that run before the tests, and those after."""
+    import suite
+
+    found = sorted(suite.entries("cuda"), key=lambda entry: WORTH.index(entry.script))
+    first = [entry.script for entry in found].index("tail") + TAILS_FIRST
+    return found[:first], found[first:]
+
+
 def is_of(name: str, parts: Iterable[str]) -> bool:
     """Whether a part is among these, or belongs to one: "tests-ops" to "tests"."""
     return any(name == part or name.startswith(f"{part}-") for part in parts)
@@ -121,7 +129,7 @@ class Check:
     """``report`` is the JSON, ``parts`` its parts by name, such as "tests-ops"."""
 
     def __init__(self, file: Path, facts: dict[str, Any], budget: float, command: str) -> None:
-        self.file, self.end, self.share = file, time.monotonic() + budget, budget
+        self.file, self.end, self.budget = file, time.monotonic() + budget, budget
         self.report: dict[str, Any] = {"command": command, "facts": facts, "parts": {}}
         before = json.loads(file.read_text()) if file.exists() else {"facts": {}}
         if all(before["facts"].get(key, "") == facts[key] for key in ("commit", "changed", "torch", "gpu")):
@@ -146,8 +154,8 @@ class Check:
         except Exception as error:
             found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
         self.write(**{name: {**found, "seconds": round(time.monotonic() - start, 1)}})
-        shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
         lines = found.get("last_lines", []) if found["status"] != OK else []
+        shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
         print(f"{name}: {shown}", *lines, sep="\n    ", flush=True)
         return found["status"] == OK
 
@@ -182,79 +190,57 @@ class Check:
     def build(self) -> None:
         archs = {"AMPCTX_CUDA": "1", "AMPCTX_CUDA_ARCHS": self.report["facts"]["capability"]}
         command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")  # compiles what has changed
-        self.part("build", self.share, lambda limit: self.child(limit, *command, **archs)[0])
-
-    def exercise(self) -> None:
-        self.part("exercise", self.share, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
-
-    def tests(self, folder: str) -> None:
-        self.part(f"tests-{folder}", self.share, lambda limit: self.pytest(f"tests/{folder}", limit))
+        self.part("build", self.budget, lambda limit: self.child(limit, *command, **archs)[0])
 
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
-        """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
-        loses its CUDA context costs the test it was in: the others run in a new one."""
-        end, results = time.monotonic() + limit, dict[str, str]()
-        without = self.file.with_name(f"{folder.replace('/', '-')}.args")
-        while True:
-            without.write_text("\n".join(["-v", folder, *(f"--deselect={name}" for name in results)]))
-            command = ("-m", "pytest", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20")
-            done, text = self.child(end - time.monotonic(), sys.executable, *command, f"@{without}")
-            new = {name: result.lower() for name, result in RESULT.findall(text)}
-            first_bad = next((i for i, result in enumerate(new.values()) if result in ("failed", "error")), len(new))
-            if any(words in text for words in LOST):  # what came after it has to run again
-                new = dict(list(new.items())[: first_bad + 1])
-            elif done["exit_code"] not in (0, 1, 2, 5):
-                running = [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in new]
-                new |= dict.fromkeys(running, "timed out" if done["exit_code"] is None else "crashed")
-            results |= new
-            if done["exit_code"] in (0, 5, None) or not new:
-                break
-        without.unlink()
+        """Counts from the lines of `pytest -v`, so that a run that crashes or is ended still counts."""
+        command = ("-m", "pytest", "-v", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20", folder)
+        done, text = self.child(limit, sys.executable, *command)
+        results = {name: result.lower() for name, result in RESULT.findall(text)}
         counts = {result: list(results.values()).count(result) for result in sorted(set(results.values()))}
         bad = [name for name, result in results.items() if result not in ("passed", "skipped", "xfail")]
-        if done["exit_code"] in (0, 5):  # 5: nothing was left
-            done["status"] = FAILED if bad or not results else OK
-        return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
+        if done["status"] == FAILED:  # a test that crashes the process has no result
+            bad += [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in results]
+        return {**done, "counts": counts, "failing": bad}
 
-    def sanitize(self, tool: str) -> None:
+    def sanitize(self, tool: str, limit: float) -> dict[str, Any]:
         words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
         if tool != "initcheck":  # which has to see who writes the memory that the kernels read
             words += ["--kernel-name", "kns=ampctx"]
         # Few tensors, which lie in memory of their own, without the caching allocator: it knows the end of each.
         env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
         words += [sys.executable, EXERCISE, "--tensors", "7" if tool in ("memcheck", "initcheck") else "300"]
-        self.part(f"sanitize-{tool}", self.share, lambda limit: self.child(limit, *words, **env)[0])
+        return self.child(limit, *words, **env)[0]
 
     def together(self, only: list[str]) -> None:
         """Each in a thread, which waits for its process: a test takes the host more time than the GPU."""
-        calls: dict[str, Callable[[], None]] = {"exercise": self.exercise}
-        calls |= {f"tests-{folder}": partial(self.tests, folder) for folder in FOLDERS}
+        calls: dict[str, Callable[[float], Any]] = {"exercise": lambda s: self.child(s, sys.executable, EXERCISE)[0]}
+        calls |= {f"tests-{folder}": partial(self.pytest, f"tests/{folder}") for folder in FOLDERS}
         calls |= {f"sanitize-{tool}": partial(self.sanitize, tool) for tool in TOOLS}
         with ThreadPoolExecutor(len(calls)) as pool:
-            list(pool.map(lambda name: calls[name](), [name for name in calls if is_of(name, only)]))
+            wanted = [name for name in calls if is_of(name, only)]
+            list(pool.map(lambda name: self.part(name, self.budget, calls[name]), wanted))
 
-    def bench(self, only: list[str]) -> None:
+    def bench(self, entries: list[Any], only: list[str]) -> None:
         import measuring
-        import suite
 
         figures = self.file.with_suffix(".csv")
 
-        def run(entry: suite.Entry, limit: float) -> dict[str, Any]:
+        def run(entry: Any, limit: float) -> dict[str, Any]:
             figures.unlink(missing_ok=True)
             done, _ = self.child(limit, sys.executable, *entry.command(figures, 11))
-            return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
+            return {**done, "figures": measuring.read(figures) if figures.exists() else {}}
 
-        for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
+        for entry in entries:
             if is_of(f"bench-{entry.name}", only):
-                self.part(f"bench-{entry.name}", self.share, partial(run, entry))
+                self.part(f"bench-{entry.name}", BENCH_S, partial(run, entry))
         figures.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    of_theirs = "or of theirs: tests-ops, bench-tail-cuda-resnet50"
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of the parts above, {of_theirs}")
-    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="or parts of these: tests-ops")
+    parser.add_argument("--budget", type=float, default=720.0, metavar="SECONDS", help="of all together; default 720")
     parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
     args = parser.parse_args(arguments)
     only = args.only.split(",")
@@ -271,11 +257,10 @@ def main(arguments: list[str] | None = None) -> int:
     if "build" in only:
         check.build()
     if check.parts.get("build", {"status": OK})["status"] == OK:
-        benches = any(is_of(name, ["bench"]) for name in only)
-        check.share = (check.end - time.monotonic()) * (1 - FOR_BENCH if benches else 1)
+        before, after = benches()
+        check.bench(before, only)
         check.together(only)
-        check.share = args.budget
-        check.bench(only)
+        check.bench(after, only)
     if args.out == REPORT:
         name = re.sub(r"[^a-z0-9]+", "-", found["gpu"].lower()).strip("-")
         shutil.copy(REPORT, ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json")

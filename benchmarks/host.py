@@ -2,19 +2,14 @@
 
     python benchmarks/host.py --opt-level O1 --tensors 161,1000,5000,20000 --csv host.csv
 
-Timed by the wall clock, on a GPU without waiting for it: entering ``scale_loss``, leaving it, with ``--clip`` clipping,
-and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. What backward and ``zero_grad`` take
-is not counted; ``zero_grad`` is shown beside it. ``--flush`` empties the caches before entry and before exit, as
-forward and backward do.
-
-"per further tensor" is the time above that of the fewest tensors, by the number of tensors above it: what an
-iteration takes once for any number of tensors drops out.
+Timed by a clock of the host, which does not wait for a GPU: entering ``scale_loss``, leaving it, with ``--clip``
+clipping, and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. ``zero_grad`` is shown,
+too. ``--flush`` empties the caches before entry and before exit, as forward and backward do.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 
 from measuring import Clock, Figures, add_against, figures, interleave, options, parse, report
@@ -23,13 +18,6 @@ from peers import OPTIMIZERS
 from tail import LOW_PRECISION, Tails, peers_of
 
 NAMED = ("device", "opt_level")
-
-
-def tensor_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(word) for word in text.split(","))
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{min(counts)} tensors are none")
-    return counts
 
 
 def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> Figures:
@@ -44,25 +32,13 @@ def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> Figures:
     return figures(f"{tensors} tensors", samples)
 
 
-def further(found: Figures, sides: list[str], tensors: tuple[int, ...]) -> Figures:
-    fewest = min(tensors)
-    median = {key: statistics.median(samples) for key, samples in found.items()}
-    return {
-        f"{n} tensors/{who}/per further tensor": [
-            (median[f"{n} tensors/{who}/time"] - median[f"{fewest} tensors/{who}/time"]) * 1e3 / (n - fewest)
-        ]
-        for n in tensors
-        if n > fewest
-        for who in sides
-    }
-
-
 def parser() -> argparse.ArgumentParser:
     found = options(__file__, __doc__)
     found.add_argument("--opt-level", default="O1", choices=list(LOW_PRECISION))
     found.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
     found.add_argument("--clip", action="store_true", help="clip the norm of the gradients")
-    found.add_argument("--tensors", type=tensor_counts, default=(161, 1000, 5000, 20000), metavar="N,...")
+    several = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    found.add_argument("--tensors", type=several, default=(161, 1000, 5000, 20000), metavar="N,...")
     found.add_argument("--flush", action="store_true", help="empty the caches before entry and before exit")
     add_against(found)
     return found
@@ -75,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         tails = Tails(lambda n=tensors: one_element(n), args, peers)
         found |= measure(tails, args, tensors)
         tails.close()
-    report(options, args, found | further(found, ["ampctx", *peers], args.tensors), *NAMED)
+    report(options, args, found, *NAMED)
 
 
 if __name__ == "__main__":

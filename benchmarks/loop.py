@@ -5,8 +5,8 @@
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
 masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack;
 O5-split-bf16 and O5-split-8bit keep the optimizer's state in that ``state_dtype``, too.
-"step" is the part of the time that follows backward.
-All sides start from the same weights and see the same batch, and their losses must stay together.
+"step" is the part of the time that follows backward. All sides start from the same weights and see the same batch, and
+their losses must stay together.
 
 Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
 of its own. On a GPU it is what torch's allocator reports, on the CPU the running sum of the allocations and frees that
@@ -31,12 +31,11 @@ import torch
 import torch.nn.functional as F
 from measuring import Bandwidth, Clock, Figures, add_against, add_several, interleave, options, parse, report
 from networks import NETWORKS
-from peers import OPTIMIZERS, STATE_DTYPES, TAKE_STATE_DTYPE, Make, ours
-from tail import MAX_NORM, peers_of
+from peers import STATE_DTYPES, Make, ours
+from tail import peers_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ampctx import clip_grad_norm_
 from ampctx.amp import AmpSession
 
 NAMED = ("device", "model")
@@ -50,10 +49,7 @@ LEVELS = {
 ITERATIONS_FOR_MEMORY = 3
 # How far a loss may lie from that of fp32, in parts of the first loss. O0 computes the same in another order.
 LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-
-
-# Makes a mark of the clock at the end of backward.
-Mark = Callable[[], Any]
+Mark = Callable[[], Any]  # of the clock, at the end of backward
 
 
 class Workload:
@@ -76,8 +72,8 @@ class Workload:
 
 
 class AmpctxLoop:
-    def __init__(self, work: Workload, level: str, optimizer: str, clip: bool) -> None:
-        self.work, self.clip = work, clip
+    def __init__(self, work: Workload, level: str) -> None:
+        self.work = work
         self.model = work.model()
         opt_level, *more = level.split("-")
         self.options = {"opt_level": opt_level, "verbosity": 0}
@@ -86,13 +82,12 @@ class AmpctxLoop:
             self.options["master_weights"], kept["master_weights"] = False, "split"
         if more[1:]:
             kept["state_dtype"] = STATE_DTYPES[more[1]]
-        self.optimizer = ours(optimizer, self.model.parameters(), **kept)
+        self.optimizer = ours("FusedAdam", self.model.parameters(), **kept)
         self.state: dict[str, Any] | None = None
         self.session: AmpSession | None = None
 
     def start(self) -> None:
-        """The casts of O1 and O4 are the thread's, and would reach the forward of the other sides: a session with them
-        leaves after each turn."""
+        """The casts of O1 and O4 would reach the forward of other sides: a session with them leaves after each turn."""
         if self.session is None:
             self.session = AmpSession()
             self.session.initialize(self.model, self.optimizer, **self.options)
@@ -104,8 +99,6 @@ class AmpctxLoop:
         with self.session.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
             self.after_backward = mark()
-        if self.clip:
-            clip_grad_norm_(self.session.master_params(self.optimizer), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -118,8 +111,8 @@ class AmpctxLoop:
 
 
 class TorchLoop:
-    def __init__(self, work: Workload, dtype: torch.dtype | None, make: Make, clip: bool) -> None:
-        self.work, self.clip = work, clip
+    def __init__(self, work: Workload, dtype: torch.dtype | None, make: Make) -> None:
+        self.work = work
         self.model = work.model()
         self.optimizer = make(self.model.parameters())
         kind = work.device.type
@@ -134,9 +127,6 @@ class TorchLoop:
             loss = self.work.loss(self.model)
         self.scaler.scale(loss).backward()
         self.after_backward = mark()
-        if self.clip:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -203,13 +193,11 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, Make]) ->
     """Cases: "ampctx" with a side for each level, "torch" with one for each other loop, and each level with its ratios
     to torch's loops in its dtype and in fp32."""
     makes: dict[str, Callable[[], Side]] = {
-        level: lambda level=level: AmpctxLoop(work, level, args.optimizer, args.clip) for level in args.opt_level
+        level: lambda level=level: AmpctxLoop(work, level) for level in args.opt_level
     }
     for against, make in peers.items():
         for dtype in dict.fromkeys([None, *(LEVELS[level] for level in args.opt_level)]):
-            makes[f"{dtype_name(dtype)} with {against}"] = lambda dtype=dtype, make=make: TorchLoop(
-                work, dtype, make, args.clip
-            )
+            makes[f"{dtype_name(dtype)} with {against}"] = lambda d=dtype, make=make: TorchLoop(work, d, make)
     megabytes = {who: memory(make, work.device) for who, make in makes.items()}
 
     clock = Clock(work.device)
@@ -248,7 +236,10 @@ def check_losses(found: list[float], fp32: list[float], dtype: torch.dtype | Non
     """AssertionError where half of the losses leave fp32's by more than the tolerance, or training gained nothing. A
     skipped step shifts a curve, which shows where it is steep."""
     apart = statistics.median(abs(a - b) for a, b in zip(found, fp32, strict=True)) / fp32[0]
-    assert apart <= LOSS_TOLERANCE[dtype], f"{dtype_name(dtype)}: losses {found} leave those of fp32, {fp32}"
+    told = ", ".join(f"{a:.3g} ({b:.3g})" for a, b in zip(found, fp32, strict=True))
+    assert apart <= LOSS_TOLERANCE[dtype], (
+        f"beside {dtype_name(dtype)}, losses leave those of fp32 (in brackets): {told}"
+    )
     assert found[-1] < found[0], f"the losses {found} do not go down"
 
 
@@ -256,22 +247,14 @@ def parser() -> argparse.ArgumentParser:
     found = options(__file__, __doc__)
     found.add_argument("--model", default="gpt-small", choices=list(NETWORKS))
     add_several(found, "--opt-level", tuple(LEVELS), tuple(LEVELS))
-    found.add_argument("--optimizer", default="FusedAdam", choices=[n for n in OPTIMIZERS if n != "torch-Adam"])
-    found.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
     add_against(found)
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(options := parser(), arguments)
-    split = [level for level in args.opt_level if level.startswith("O5-split")]
-    if split and args.optimizer == "LARC":
-        options.error(f"--opt-level: {split[0]} is not for {args.optimizer}, which takes no master_weights")
-    small = [level for level in split if level != "O5-split"]
-    if small and args.optimizer not in TAKE_STATE_DTYPE:
-        options.error(f"--opt-level: {small[0]} is not for {args.optimizer}, which takes no state_dtype")
     work = Workload(args.model, torch.device(args.device))
-    report(options, args, measure(work, args, peers_of(options, args.optimizer, args)), *NAMED)
+    report(options, args, measure(work, args, peers_of(options, "FusedAdam", args)), *NAMED)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,9 @@ class Bottleneck(nn.Module):
     def __init__(self, n_in: int, width: int, stride: int, widens: bool) -> None:
         super().__init__()
         n_out = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(n_in, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, n_out, 1, bias=False),
-            nn.BatchNorm2d(n_out),
-        )
+        narrow = nn.Conv2d(n_in, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        middle = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        self.body = nn.Sequential(*narrow, *middle, nn.Conv2d(width, n_out, 1, bias=False), nn.BatchNorm2d(n_out))
         shortcut = (nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)) if widens else ()
         self.shortcut = nn.Sequential(*shortcut)
 
@@ -48,17 +41,9 @@ def resnet50() -> nn.Module:
 
 def digits() -> nn.Module:
     """(batch, 1, 8, 8) -> (batch, 10). 8 parameters, 6,138 elements: the demo, and for trying the benchmarks out."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
+    first = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+    second = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
 
 
 class Block(nn.Module):
@@ -110,7 +95,6 @@ def _text(n: int, length: int, words: int) -> tuple[Tensor, Tensor]:
 
 NETWORKS = {
     "gpt-small": Network(lambda: GPT(4, 256, 8, 64, 512), lambda: _text(2, 16, 512)),
-    "gpt2-xl": Network(lambda: GPT(48, 1600, 25, 1024, 50257), lambda: _text(2, 1024, 50257)),
     "resnet50": Network(resnet50, lambda: _images(8, 3, 64, 1000)),
     "digits": Network(digits, lambda: _images(8, 1, 8, 10)),
 }
@@ -124,7 +108,6 @@ def weights(shapes: Iterable[tuple[int, ...]]) -> nn.Module:
 
 
 def one_element(tensors: int) -> nn.Module:
-    """Tensors of one element: what is left of a call's time is what it takes on the host."""
     return weights([(1,)] * tensors)
 
 
@@ -132,11 +115,6 @@ def tiny(tensors: int) -> nn.Module:
     """Tensors of 1 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
     sizes = random.Random(0)
     return weights((sizes.randint(1, 4096),) for _ in range(tensors))
-
-
-def lora() -> nn.Module:
-    """1,100 tensors of 4,096 elements, as the adapters of a model of 7 billion."""
-    return weights([(16, 256)] * 1100)
 
 
 def efficientnet_b7() -> nn.Module:
@@ -147,14 +125,8 @@ def efficientnet_b7() -> nn.Module:
 
     layers, n_in = [*conv(3, 64, 3)], 64
     stages = (
-        (1, 3, 32, 4),
-        (6, 3, 48, 7),
-        (6, 5, 80, 7),
-        (6, 3, 160, 10),
-        (6, 5, 224, 10),
-        (6, 5, 384, 13),
-        (6, 3, 640, 4),
-    )
+        (1, 3, 32, 4), (6, 3, 48, 7), (6, 5, 80, 7), (6, 3, 160, 10), (6, 5, 224, 10), (6, 5, 384, 13), (6, 3, 640, 4),
+    )  # fmt: skip
     for expand, kernel, n_out, blocks in stages:
         for _ in range(blocks):
             wide, narrow = expand * n_in, n_in // 4
@@ -185,9 +157,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": resnet50,
     "bert-large": bert_large,
     "gpt2-small": lambda: GPT(12, 768, 12, 1024, 50257),  # 148 parameters, 124,439,808 elements
-    "gpt2-xl": NETWORKS["gpt2-xl"].make,  # 580 parameters, 1,557,611,200 elements
     "efficientnet-b7": efficientnet_b7,
-    "lora": lora,
+    "lora": lambda: weights([(16, 256)] * 1100),  # as the adapters of a model of 7 billion
     **{f"tiny{tensors}": partial(tiny, tensors) for tensors in (161, 1000, 5000, 20000)},
     "digits": digits,
 }

@@ -3,8 +3,7 @@
     python benchmarks/ops.py --model resnet50 --optimizer FusedAdam,FusedSGD --csv ops.csv
 
 One case for each op, and for each optimizer its step on fp32 weights and gradients. Inputs are put back before each
-call, outside the time taken; the results of all sides are compared at the end. torch has no public call that works on
-lists of tensors for some of them: the private one that its own optimizers and GradScaler use stands in.
+call, outside the time taken; the results of all sides are compared at the end. For some torch has private calls alone.
 """
 
 from __future__ import annotations
@@ -69,9 +68,6 @@ class Inputs:
     def random(self, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         return gradients([torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes], seed)
 
-    def empty(self, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
-
     def empty_twice(self, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
         """A list for each of two sides, allocated in turn: the first list alone would get the scattered memory that
         earlier cases have left."""
@@ -119,21 +115,6 @@ def clip(inputs: Inputs) -> Op:
     return Op(12, {"ampctx": mine, "torch.clip_grad_norm_": theirs}, 1e-4, 1e-7)
 
 
-def scale(inputs: Inputs) -> Op:
-    """The op below ``unscale_`` and its counterpart."""
-    grads = inputs.random(0)
-    mine, theirs = inputs.empty_twice()
-    found_inf, inverse = torch.zeros((), device=inputs.device), torch.full((), 1 / SCALE, device=inputs.device)
-    unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-    return Op(
-        8,
-        {
-            "ampctx": into(mine, grads, lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse)),
-            f"torch.{unscale_.__name__}": into(theirs, grads, lambda: unscale_(theirs, found_inf, inverse)),
-        },
-    )
-
-
 def axpby(inputs: Inputs) -> Op:
     """y = a x + b y in place; ampctx looks for inf and nan as well, torch does not."""
     x, y = inputs.random(0), inputs.random(1)
@@ -149,8 +130,7 @@ def axpby(inputs: Inputs) -> Op:
             "ampctx": into(mine, y, lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25)),
             "torch._foreach_mul_ and _foreach_add_": into(theirs, y, in_two_passes),
         },
-        rtol=1e-5,
-        atol=1e-6,  # a x and b y may cancel
+        *(1e-5, 1e-6),  # a x and b y may cancel
     )
 
 
@@ -194,57 +174,14 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
     return make
 
 
-class Linked(torch.autograd.Function):
-    """A cast of a weight that has been made already, as a part of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
-        return cast.view_as(cast)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
-
-
-def weight_casts(inputs: Inputs) -> Op:
-    """Weights as a forward at O1 takes them: ampctx leaves them to torch's autocast, which casts each by itself. Beside
-    it: one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
-    weights, casts, alone, linked = inputs.random(0), inputs.empty(torch.float16), [], []
-    params = [weight.detach().requires_grad_() for weight in weights]
-
-    def one_call() -> None:
-        ops.multi_tensor_scale(weights, casts, inputs.flag, 1.0)
-
-    def one_call_and_links() -> None:
-        one_call()
-        linked[:] = map(Linked.apply, params, casts)
-
-    def one_by_one() -> None:
-        alone[:] = [param.to(torch.float16) for param in params]
-
-    def values(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.detach() for t in tensors]
-
-    return Op(
-        6,
-        {
-            "ampctx": Side(one_by_one, lambda: values(alone)),
-            "one call": Side(one_call_and_links, lambda: values(linked)),
-            "one call without graph": Side(one_call, lambda: casts),
-        },
-    )
-
-
 def step(name: str, peers: dict[str, Any]) -> Callable[[Inputs], Op]:
     """The step of an optimizer, without scaling, on fp32 weights; beside torch's, its own with smaller state."""
 
     def side(inputs: Inputs, make: Callable[[list[Tensor]], Any], grads: list[Tensor]) -> Side:
         params = inputs.random(1)
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()  # LARC writes to it
-        optimizer = make(params)
-        restore = (lambda: torch._foreach_copy_([p.grad for p in params], grads)) if name == "LARC" else lambda: None
-        return Side(optimizer.step, lambda: params, restore)
+            param.grad = grad
+        return Side(make(params).step, lambda: params)
 
     def make(inputs: Inputs) -> Op:
         grads = inputs.random(0)
@@ -252,8 +189,9 @@ def step(name: str, peers: dict[str, Any]) -> Callable[[Inputs], Op]:
         sides.update({who: side(inputs, make, grads) for who, make in peers.items()})
         for kind, dtype in STATE_DTYPES.items() if name in TAKE_STATE_DTYPE else ():
             sides[f"{kind} state"] = side(inputs, lambda params, d=dtype: ours(name, params, state_dtype=d), grads)
-        for who in sides.keys() & {*INEXACT, *(f"{kind} state" for kind in STATE_DTYPES)}:
-            sides[who].result = None
+        for who in sides:
+            if who in INEXACT or who.endswith(" state"):
+                sides[who].result = None
         return Op(12 + 8 * STATES[name], sides, RTOL, ATOL)
 
     return make
@@ -263,13 +201,11 @@ def cases(optimizers: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Callable
     half, full = torch.float16, torch.float32
     yield "unscale", unscale
     yield "clip", clip
-    yield "scale", scale
     yield "axpby", axpby
     yield "l2norm", l2norm(full, 1e-4)
     yield "l2norm fp16", l2norm(half, 2e-3)  # torch rounds it to fp16
     yield "cast fp16 to fp32", cast(half, full)
     yield "cast fp32 to fp16", cast(full, half)
-    yield "weight casts", weight_casts
     for name, peers in optimizers.items():
         yield f"{name}.step", step(name, peers)
 

@@ -1,54 +1,38 @@
 """What ampctx's optimizers are measured against: torch's fused optimizer where it has one, else the formula in torch.
 
-LAMB, NovoGrad and LARC are in no torch. They are written here with the list operators that torch's own optimizers use
-(``torch._foreach_*``; no public call works on lists), the fastest way to write them in Python, and without host reads.
+LAMB is in no torch. It is written here with the list operators that torch's own optimizers use (``torch._foreach_*``;
+no public call works on lists), the fastest way to write it in Python, and without host reads. FusedNovoGrad and LARC
+consist of such calls themselves: they are not measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import ampctx
 from ampctx import optimizers
 
-PACKAGE = Path(ampctx.__file__).parent
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 1e-2, 0.9
 BETA1, BETA2, EPS = 0.9, 0.99, 1e-6
 TRUST, MAX_GRAD_NORM = 0.02, 1.0
 
 
-class _Formula(torch.optim.Optimizer):
+class Lamb(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": LR})
         self.params: list[Tensor] = self.param_groups[0]["params"]
+        self.m, self.v = ([torch.zeros_like(p) for p in self.params] for _ in range(2))
         self.taken = 0
-
-    def _zeros(self) -> list[Tensor]:
-        return [torch.zeros_like(p) for p in self.params]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.taken += 1
-        self._update([p.grad for p in self.params])
-
-    def _update(self, grads: list[Tensor]) -> None:
-        raise NotImplementedError
-
-
-class Lamb(_Formula):
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.m, self.v = self._zeros(), self._zeros()
-
-    def _update(self, grads: list[Tensor]) -> None:
+        grads = [p.grad for p in self.params]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         grads = torch._foreach_mul(grads, torch.clamp(MAX_GRAD_NORM / norm, max=1.0))
         torch._foreach_lerp_(self.m, grads, 1 - BETA1)
@@ -66,41 +50,6 @@ class Lamb(_Formula):
         torch._foreach_add_(self.params, update, alpha=-LR)
 
 
-class NovoGrad(_Formula):
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.m = self._zeros()
-        self.norms: Tensor | None = None
-
-    def _update(self, grads: list[Tensor]) -> None:
-        norms = torch.stack(torch._foreach_norm(grads))
-        if self.norms is not None:
-            norms = (BETA2 * self.norms.square() + (1 - BETA2) * norms.square()).sqrt()
-        self.norms = norms
-        denominators = norms / (1 - BETA2**self.taken) ** 0.5 + EPS
-        torch._foreach_lerp_(self.m, grads, 1 - BETA1)
-        update = torch._foreach_div(self.m, 1 - BETA1**self.taken)
-        torch._foreach_div_(update, list(denominators.unbind()))
-        torch._foreach_add_(update, self.params, alpha=WEIGHT_DECAY)
-        torch._foreach_add_(self.params, update, alpha=-LR)
-
-
-class LarcSGD(_Formula):
-    """LARC around torch's fused SGD."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.sgd = torch.optim.SGD(self.params, lr=LR, momentum=MOMENTUM, fused=True)
-
-    def _update(self, grads: list[Tensor]) -> None:
-        of_w, of_g = (torch.stack(torch._foreach_norm(tensors)) for tensors in (self.params, grads))
-        rates = torch.clamp(TRUST * of_w / (of_g + of_w * WEIGHT_DECAY + 1e-8) / LR, max=1.0)
-        some = (of_w != 0) & (of_g != 0)
-        torch._foreach_add_(grads, torch._foreach_mul(self.params, list((some * WEIGHT_DECAY).unbind())))
-        torch._foreach_mul_(grads, list(torch.where(some, rates, 1.0).unbind()))
-        self.sgd.step()
-
-
 # --- the optimizers of a name -----------------------------------------------------------------------------------------
 
 _ADAM = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -108,29 +57,31 @@ _SGD = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
 _ADAGRAD = {"lr": LR, "eps": 1e-10, "weight_decay": WEIGHT_DECAY}
 _LAMB = {**_ADAM, "max_grad_norm": MAX_GRAD_NORM}
 
-# apex's signatures, which ampctx has too.
-_APEX = {
-    "FusedAdam": _ADAM,
-    "FusedSGD": _SGD,
-    "FusedAdagrad": _ADAGRAD,
-    "FusedLAMB": _LAMB,
-    "FusedNovoGrad": _ADAM,
-}
+_OURS = {"FusedAdam": _ADAM, "FusedSGD": _SGD, "FusedAdagrad": _ADAGRAD, "FusedLAMB": _LAMB}
 _TORCH = {
     "FusedAdam": (torch.optim.AdamW, _ADAM),
     "FusedSGD": (torch.optim.SGD, _SGD),
     "FusedAdagrad": (torch.optim.Adagrad, _ADAGRAD),
     "torch-Adam": (torch.optim.Adam, {"lr": LR}),
 }
-_FORMULAS = {"FusedLAMB": Lamb, "FusedNovoGrad": NovoGrad, "LARC": LarcSGD}
-_IN_TE = ("FusedAdam", "FusedSGD")
 
-OPTIMIZERS = (*_APEX, "LARC", "torch-Adam")
+OPTIMIZERS = (*_OURS, "torch-Adam")
 # fp32 numbers of state that an optimizer reads and writes for each weight.
-STATES = {name: 1 if name in ("FusedSGD", "FusedAdagrad", "FusedNovoGrad", "LARC") else 2 for name in OPTIMIZERS}
+STATES = {name: 1 if name in ("FusedSGD", "FusedAdagrad") else 2 for name in OPTIMIZERS}
 # Types of state below fp32, and the optimizers that take them.
 STATE_DTYPES = {"bf16": torch.bfloat16, "8bit": "8bit"}
-TAKE_STATE_DTYPE = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad")
+TAKE_STATE_DTYPE = ("FusedAdam", "FusedSGD", "FusedLAMB")
+
+# AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
+_ADAMW = {
+    "optimi": ("torch-optimi", "optimi", "AdamW", {"foreach": True}),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
+    "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
+    "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
+    "deepspeed": ("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+}
+# Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
+INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
 
 # How far weights may lie apart after the rounds: the same formula in fp32, in another order of operations and with
 # sums in another order, a few steps on.
@@ -144,11 +95,9 @@ def ours(name: str, params: Iterable[Tensor], **more: Any) -> Any:
     to a Fused one."""
     if name == "torch-Adam":
         return torch.optim.Adam(params, lr=LR, fused=True)
-    if name == "LARC":
-        return optimizers.LARC(optimizers.FusedSGD(params, **_SGD))
     if name == "Offloaded":
         return optimizers.Offloaded(optimizers.FusedAdam, params, **_ADAM, **more)
-    return getattr(optimizers, name)(params, **_APEX[name], **more)
+    return getattr(optimizers, name)(params, **_OURS[name], **more)
 
 
 def peer(name: str, against: str, device: str) -> Make:
@@ -157,71 +106,19 @@ def peer(name: str, against: str, device: str) -> Make:
     Raises:
         LookupError: ``against`` is not installed, or has no such optimizer.
     """
-    if against in ("apex", "te"):
-        return _from_package(name, against)
     if against in _ADAMW:
-        return _adamw(name, against)
-    if name in _FORMULAS:
+        package, module, made, more = _ADAMW[against]
+        if name != "FusedAdam":
+            raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
+        if not importlib.util.find_spec(module.partition(".")[0]):
+            raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
+        return lambda params: getattr(importlib.import_module(module), made)(params, **_ADAM, **more)
+    if name == "FusedLAMB":
         if against == "torch-default":
             raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
-        return _FORMULAS[name]
+        return Lamb
     kind, options = _TORCH[name]
     how = {"fused": True} if against == "torch-fused" else {}
     if how and kind is torch.optim.Adagrad and device != "cpu":  # torch has a fused one for the CPU alone
         how = {"foreach": True}
     return lambda params: kind(params, **options, **how)
-
-
-def _is_installed(module: str) -> bool:
-    """Not counting what ampctx and ampctx-apex serve under apex's names."""
-    spec = importlib.util.find_spec(module)
-    place = Path(spec.origin or "/") if spec else Path("/")
-    return spec is not None and not place.is_relative_to(PACKAGE) and "ampctx_apex" not in place.parts
-
-
-_PACKAGES = {
-    "apex": ("apex.optimizers", "amp_C"),
-    "te": ("transformer_engine.pytorch.optimizers", "transformer_engine_torch"),
-}
-
-
-def _from_package(name: str, against: str) -> Make:
-    """apex's or TransformerEngine's optimizer, in the place of torch's fused one. Imports neither yet."""
-    package, extension = _PACKAGES[against]
-    if not _is_installed(package.partition(".")[0]) or not _is_installed(extension):
-        raise LookupError(f"{package.partition('.')[0]} with its compiled {extension} is not installed here")
-    if name not in (_APEX if against == "apex" else _IN_TE):
-        raise LookupError(f"{package} has no {name}")
-    return lambda params: getattr(importlib.import_module(package), name)(params, **_APEX[name])
-
-
-# AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
-_ADAMW = {
-    "optimi": ("torch-optimi", "optimi", "AdamW", {"foreach": True}),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
-    "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
-    "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
-    "deepspeed": ("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
-}
-# Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
-INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
-
-
-def _adamw(name: str, against: str) -> Make:
-    package, module, kind, more = _ADAMW[against]
-    if name != "FusedAdam":
-        raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
-    if not _is_installed(module.partition(".")[0]):
-        raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
-    made = getattr(importlib.import_module(module), kind)
-    return lambda params: made(params, **_ADAM, **more)
-
-
-def packages(name: str) -> list[str]:
-    """Those of apex and TransformerEngine that are installed and have that optimizer. Imports neither."""
-    found = []
-    for against in _PACKAGES:
-        with contextlib.suppress(LookupError):
-            _from_package(name, against)
-            found.append(against)
-    return found

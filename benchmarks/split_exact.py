@@ -1,14 +1,10 @@
 """Sends fp32 bit patterns through the "split" write back of a step that changes no weight, and compares the bits.
 
-    python benchmarks/split_exact.py [--every N]      N: only every Nth pattern
+    python benchmarks/split_exact.py [N]      N: only every Nth pattern
 
-Every number comes back with every bit. A NaN comes back as a NaN of its sign, the bf16 half alone being one, too. Exits
-with 1 at the first pattern that comes back otherwise.
+A number comes back with every bit, a NaN as a NaN of its sign, the bf16 half alone being one. Ends at the first other.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
 
 import torch
@@ -32,22 +28,10 @@ def came_back(patterns: Tensor) -> Tensor:
     return torch.where(patterns.view(torch.float32).isnan(), as_nan, found.view(torch.int32) == patterns)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth pattern (default: all)")
-    every = parser.parse_args().every
-    if every < 1:
-        parser.error(f"--every: {every} is not positive")
-    count = 0
-    for first in range(-(2**31), 2**31, BLOCK * every):
-        patterns = torch.arange(first, min(first + BLOCK * every, 2**31), every).to(torch.int32)
-        if not (fits := came_back(patterns)).all():
-            print(f"{patterns[~fits][0].item() & 0xFFFFFFFF:08x} came back otherwise")
-            return 1
-        count += len(patterns)
-    print(f"{count} patterns came back")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+every, count = int((sys.argv[1:] or [1])[0]), 0
+for first in range(-(2**31), 2**31, BLOCK * every):
+    patterns = torch.arange(first, min(first + BLOCK * every, 2**31), every).to(torch.int32)
+    if not (fits := came_back(patterns)).all():
+        sys.exit(f"{patterns[~fits][0].item() & 0xFFFFFFFF:08x} came back otherwise")
+    count += len(patterns)
+print(f"{count} patterns came back")

@@ -21,16 +21,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import bf16
 import host
+import kernels
 import loop
 import offload
 import ops
 import start
 import tail
 from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
-from peers import OPTIMIZERS, packages
+from peers import OPTIMIZERS
 
-SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop, "start": start, "offload": offload}
+SCRIPTS = {module.__name__: module for module in (bf16, host, kernels, loop, offload, ops, start, tail)}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
@@ -63,8 +65,6 @@ class Entry:
 def entries(device: str) -> Iterator[Entry]:
     def tails(model: str, level: str, optimizer: str, clip: bool, goal: bool, *against: str) -> Entry:
         found = ("--device", device, "--model", model, "--opt-level", level, "--optimizer", optimizer)
-        if device == "cuda":
-            against = (*against, *packages(optimizer))
         more = ("--against", ",".join(("torch-fused", *against))) if against else ()
         return Entry("tail", (*found, *(["--clip"] if clip else []), *more), goal)
 
@@ -72,6 +72,8 @@ def entries(device: str) -> Iterator[Entry]:
     quick = [name for name in peers(device) if name != "torchao-8bit"]
     for model in ("resnet50", "tiny5000") if device == "cpu" else ("resnet50", "bert-large", "tiny5000"):
         yield Entry("ops", ("--device", device, "--model", model), goal=True)
+        if device == "cuda":
+            yield Entry("kernels", ("--device", device, "--model", model))
         yield tails(model, "O1", "FusedAdam", False, True, "torch-default")
         yield tails(model, "O1", "FusedAdam", True, True)
         yield tails(model, "O2", "FusedAdam", False, True)
@@ -87,10 +89,12 @@ def entries(device: str) -> Iterator[Entry]:
     for model in ("tiny161", "tiny1000"):  # of fully_shard
         found = tails(model, "O1", "FusedAdam", True, False)
         yield Entry("tail", (*found.options, "--ranks", "8"))
+    for model, *ranks in (("gpt2-small",), ("tiny161", "--ranks", "8"), ("tiny1000", "--ranks", "8")):
+        yield Entry("bf16", ("--device", device, "--model", model, *ranks))
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
             yield tails("resnet50", "O2", optimizer, True, False)
-    for level, clip in itertools.product(("O1", "O2"), ((), ("--clip",))):
+    for level, clip in itertools.product(("O1", "O2"), ((), ("--clip",)) if device == "cpu" else ((),)):
         yield Entry("host", ("--device", device, "--opt-level", level, *clip), goal=True)
     if device == "cpu":
         yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"))
@@ -133,8 +137,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11, help="of each run; default 11")
     parser.add_argument("--output", type=Path, default=FIGURES, metavar="FILE.csv")
     args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: {args.runs} is none")
     failed = record(args.device, args.runs, args.rounds, args.output)
     if failed:
         print(f"{failed} of the commands failed, see above", file=sys.stderr)

@@ -3,18 +3,16 @@
     python benchmarks/tail.py --model resnet50 --opt-level O2 --optimizer FusedAdam --clip --csv tail.csv
 
 Timed for ampctx: the exit of ``amp.scale_loss``, with ``--clip`` ``ampctx.clip_grad_norm_`` over the master parameters,
-and the step. Timed for the peers, which do the same work with the optimizers that peers.py names:
+and the step. The peers step with the optimizers of peers.py:
 
 * O1: ``torch.amp.GradScaler`` and the optimizer on fp32 parameters;
 * O2: the same on fp32 masters, between a copy of the fp16 gradients into theirs and one of the masters into the model;
 * O5: the two copies and the bf16 model without a scaler, as O5 does not scale.
 
 With ``--ranks`` (at O1) all sides step the DTensors of ``fully_shard`` on one of so many ranks, whose collectives do
-nothing: the host time of this rank alone.
-
-Clipping, they call ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``; otherwise torch's fused optimizers unscale
-while they step, the fastest way torch has. All sides run in one process on the same gradients, round by round in random
-order, and must end with the same weights, but those that keep 8 bits of state.
+nothing: the host time of this rank alone. Clipping, the peers call ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``;
+otherwise fused optimizers unscale while they step, the fastest way torch has. All sides but those with 8 bits of
+state must end with the same weights.
 """
 
 from __future__ import annotations
@@ -148,10 +146,7 @@ def floor_bytes(params: list[Tensor], optimizer: str) -> int:
     and the state, write the model's 16-bit weight where there is one.
     """
     of_step = 8 + 8 * STATES[optimizer]
-    return sum(
-        part(p).numel() * (2 * p.element_size() + of_step + (p.element_size() if p.dtype != torch.float32 else 0))
-        for p in params
-    )
+    return sum(part(p).numel() * (of_step + p.itemsize * (2 if p.dtype == torch.float32 else 3)) for p in params)
 
 
 def shard(model: torch.nn.Module, ranks: int) -> None:
@@ -160,7 +155,8 @@ def shard(model: torch.nn.Module, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     fully_shard(model, mesh=init_device_mesh(next(model.parameters()).device.type, (ranks,)))
 
 

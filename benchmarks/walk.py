@@ -39,21 +39,16 @@ class Entry(NamedTuple):
 def walked(call: Callable[[], Any]) -> list[Entry]:
     """The functions of ampctx that ``call`` enters."""
     entries: list[Entry] = []
-    # Kept, so that no later frame is taken for one of them.
-    depths: dict[FrameType, int] = {}
-
-    def depth_below(frame: FrameType | None) -> int:
-        while frame is not None:
-            if frame in depths:
-                return depths[frame] + 1
-            frame = frame.f_back
-        return 0
+    depths: dict[FrameType, int] = {}  # kept, so that no later frame is taken for one of them
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
         if event != "call" or not path.is_relative_to(PACKAGE) or frame in depths:
             return
-        depths[frame] = depth_below(frame.f_back)
+        above = frame.f_back
+        while above is not None and above not in depths:
+            above = above.f_back
+        depths[frame] = depths[above] + 1 if above else 0
         name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         entries.append(Entry(depths[frame], str(path.relative_to(PACKAGE)), name))
 
@@ -76,19 +71,13 @@ def parts_of_a_block() -> dict[str, list[Entry]]:
     model = _network()
     model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=1e-3), opt_level="O2", verbosity=0)
     parts: dict[str, list[Entry]] = {}
+    made: list[Any] = []  # the loss, and the scaled one
     for _ in range(ROUNDS):
         optimizer.zero_grad()
-        found: dict[str, Any] = {}
-
-        def forward(found: dict[str, Any] = found) -> None:
-            found["loss"] = model(torch.ones(2, 8)).sum()
-
-        parts["forward"] = walked(forward)
-        block, stack = amp.scale_loss(found["loss"], optimizer), ExitStack()
-        parts["enter"] = walked(
-            lambda stack=stack, block=block, found=found: found.update(s=stack.enter_context(block))
-        )
-        found["s"].backward()
+        parts["forward"] = walked(lambda: made.append(model(torch.ones(2, 8)).sum()))
+        block, stack = amp.scale_loss(made[-1], optimizer), ExitStack()
+        parts["enter"] = walked(lambda stack=stack, block=block: made.append(stack.enter_context(block)))
+        made[-1].backward()
         parts["exit"] = walked(stack.close)
         parts["step"] = walked(optimizer.step)
     amp.reset()
@@ -113,10 +102,6 @@ def counts(entries: list[Entry]) -> str:
     return f"{len(functions)} functions in {len({file for file, _ in functions})} files, {len(entries)} calls"
 
 
-def listing(entries: list[Entry]) -> str:
-    return "\n".join(f"{'  ' * e.depth}{e.function}  ({e.file})" for e in entries)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="forward, enter, exit, step, GradScaler.step; none: counts alone")
@@ -125,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"{min(unknown)} is none of {', '.join(parts)}")
     for name in args.parts:
-        print(f"{name}\n{listing(parts[name])}\n")
+        print(name, *(f"{'  ' * e.depth}{e.function}  ({e.file})" for e in parts[name]), "", sep="\n")
     for name, entries in parts.items():
         print(f"{name}: {counts(entries)}")
 

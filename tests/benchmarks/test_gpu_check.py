@@ -34,9 +34,6 @@ def python(check, code):
     return lambda limit: check.child(limit, sys.executable, "-c", code)[0]
 
 
-# --- the script -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_gpu_the_report_says_so(tmp_path, capsys):
     before = sorted((gpu_check.ROOT / "benchmarks" / "results").iterdir())
@@ -45,9 +42,6 @@ def test_without_a_gpu_the_report_says_so(tmp_path, capsys):
     report = json.loads((tmp_path / "found.json").read_text())
     assert (report["facts"]["torch"], report["facts"]["gpu"], report["parts"]) == (torch.__version__, None, {})
     assert sorted((gpu_check.ROOT / "benchmarks" / "results").iterdir()) == before
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def test_each_part_is_in_the_report_at_once(check, capsys):
@@ -67,28 +61,30 @@ def test_each_part_is_in_the_report_at_once(check, capsys):
     assert "    why" in capsys.readouterr().out
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------
+def test_what_is_worth_most_runs_before_the_tests():
+    before, after = gpu_check.benches()
+    scripts = [entry.script for entry in before]
+    assert [*dict.fromkeys(scripts)] == [*gpu_check.WORTH[:5]]
+    assert (scripts.count("tail"), {entry.script for entry in after}) == (12, {"tail", "ops"})
+
 
 CASES = """
     import ctypes, pytest
 
     pytestmark = pytest.mark.cuda
-    def test_a(): pass
     def test_fails(): assert False
-    def test_crashes(): ctypes.string_at(0)
-    def test_b(): pass
     @pytest.mark.parametrize("words", ["one two"])
-    def test_c(words): pytest.skip("not here")
+    def test_skips(words): pytest.skip("not here")
+    def test_crashes(): ctypes.string_at(0)
 """
 
 
-def test_a_crash_costs_its_own_test_alone(check, tmp_path):
+def test_a_crash_is_a_failure_with_a_name(check, tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
     (tmp_path / "tests" / "test_x.py").write_text(textwrap.dedent(CASES))
     found = check.pytest("tests", 600.0)
-    assert found["status"] == FAILED
-    assert found["counts"] == {"crashed": 1, "failed": 1, "passed": 2, "skipped": 1}
+    assert (found["status"], found["counts"]) == (FAILED, {"failed": 1, "skipped": 1})
     assert found["failing"] == ["tests/test_x.py::test_fails", "tests/test_x.py::test_crashes"]
 
 
@@ -96,9 +92,6 @@ def test_each_test_of_a_gpu_is_in_a_folder_that_runs():
     tests = Path(__file__).parents[1]
     marked = {path for path in tests.rglob("*.py") if "mark.cuda" in path.read_text() and path != Path(__file__)}
     assert {path.relative_to(tests).parts[0] for path in marked} == set(gpu_check.FOLDERS)
-
-
-# --- the exercise -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full(but=1)
