@@ -270,14 +270,14 @@ def _check_kind(kind: Any, options: Group) -> None:
     for other, takes in ((torch.optim.LBFGS, "all of them as one"), (torch.optim.SparseAdam, "sparse gradients")):
         if issubclass(kind, other):
             raise AmpValueError(f"SplitMasters steps in chunks, by dense gradients, and {other.__name__} {takes}.")
+    known = {*inspect.signature(kind.__init__).parameters, *inspect.signature(SplitMasters).parameters}
+    for name in options.keys() - known:
+        raise unexpected(f"SplitMasters: {kind.__name__}", name, known)
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise AmpValueError(
             f"SplitMasters steps parameters in chunks, which {kind.__name__} may not allow: classes of torch.optim do. "
             "Keep fp32 masters, by amp.initialize."
         )
-    known = {*inspect.signature(kind).parameters, *inspect.signature(SplitMasters).parameters}
-    for name in options.keys() - known:
-        raise unexpected(f"SplitMasters: {kind.__name__}", name, known)
     if options.get("differentiable"):
         raise AmpValueError("SplitMasters steps without autograd: pass differentiable=False.")
 
