@@ -16,6 +16,7 @@ FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'te
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+CLIENTS := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_CLIENTS=1 PYTHONPATH=$(abspath $(VENV)/clients/packages)
 BUILD   := $(PY) setup.py --quiet build_ext --inplace
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
@@ -57,11 +58,13 @@ test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
 	$(BUILD)
 	$(PY) tests/ptx/run.py $(ARGS)
 
-# Programs of other people that use apex, run through ampctx_apex. clients installs them, apart from what is in .venv.
+# Programs of other people that use apex, run through ampctx_apex, and ampctx.frameworks, with transformers 4 and 5.
+# clients installs them, apart from what is in .venv.
 clients: $(VENV)/clients.done
 
 test-clients: $(VENV)/clients.done
-	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_CLIENTS=1 PYTHONPATH=$(abspath $(VENV)/clients/packages) $(PY) -m pytest tests/clients $(ARGS)
+	$(CLIENTS) $(PY) -m pytest tests/clients $(ARGS)
+	$(subst PYTHONPATH=,PYTHONPATH=$(abspath $(VENV)/clients/transformers-5):,$(CLIENTS)) $(PY) -m pytest tests/clients/test_frameworks.py $(ARGS)
 
 # The C++ code under AddressSanitizer and UBSan, in a build of its own.
 sanitize: $(VENV)/test.done

@@ -2,9 +2,9 @@
 
     .venv/bin/python .ci/clients.py DIRECTORY
 
-DIRECTORY/packages gets the group clients of pyproject.toml. pip installs no dependencies: the list is complete,
-and torchvision would pull a torch with CUDA. DIRECTORY/sources gets the source archive of pytorch-ignite, whose own
-tests run too.
+DIRECTORY/packages gets the group clients of pyproject.toml, DIRECTORY/transformers-5 the group of that name. pip
+installs no dependencies: the lists are complete, and torchvision would pull a torch with CUDA. DIRECTORY/sources gets
+the source archive of pytorch-ignite, whose own tests run too.
 """
 
 import shutil
@@ -29,7 +29,8 @@ def main() -> None:
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
     packages = target / "packages"
-    pip("install", "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:clients", "--target", str(packages))
+    for group, folder in (("clients", packages), ("transformers-5", target / "transformers-5")):
+        pip("install", "--no-deps", "--group", f"{ROOT / 'pyproject.toml'}:{group}", "--target", str(folder))
     (ignite,) = distributions(name="pytorch-ignite", path=[str(packages)])
     name, sources = ignite.name, target / "sources"
     pip("download", "--no-deps", "--no-binary", name, "--dest", str(sources), f"{name}=={ignite.version}")

@@ -1,7 +1,7 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
 ``info`` shows versions and the kernels in use, ``info --test`` also tries these, ``explain TEXT`` shows what
-docs/errors.md says about a message. Without torch, ``--help``, ``--version`` and ``explain`` work; ``info`` prints one
+errors.md says about a message. Without torch, ``--help``, ``--version`` and ``explain`` work; ``info`` prints one
 line that says what to install.
 """
 
@@ -111,8 +111,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def explain(text: str) -> tuple[bool, str]:
-    """True and the section of docs/errors.md for a message, words of one, or a page that one names; else False and the
-    three nearest headings. A heading wins over a quoted message with as many of the words."""
+    """True and the section of errors.md for a message, words or a topic of one, or a page; else False and the three
+    nearest headings. A heading wins over a quoted message with as many of the words."""
     page = Path(__file__).with_name("errors.md").read_text("utf-8")
     sections = re.findall(r"^## (.*?)\s*(?=^## |\Z)", page, flags=re.M | re.S)
     heads = {section.partition("\n")[0]: section for section in sections}
@@ -125,14 +125,15 @@ def explain(text: str) -> tuple[bool, str]:
         quoted = [(words(q), 0.0) for q in re.findall(r"`([^`]+)`", heads[head])]
         common = [(len(q & wanted), more, min(len(q), len(wanted))) for q, more in [(words(head), 0.5), *quoted]]
         most = max((n + more for n, more, of in common if n >= 0.8 * of and n >= min(3, len(wanted)) > 0), default=0)
-        return most, common[0][0] / len(words(head))
+        rare = [1 / page.lower().count(w) for w in wanted if w in heads[head].lower()]
+        return most, common[0][0] / len(words(head)) + sum(rare)
 
     def link(found: re.Match[str]) -> str:  # a wheel has no pages, but the other sections
         head = anchors.get(found[2].removeprefix("#"))
         return f'{found[1]} (ampctx explain "{head}")' if head else found[1]
 
-    file, anchor = re.findall(r"docs/([\w/]+\.md)#?([\w-]*)|$", text)[0]
-    wanted = words(anchors.get(anchor, text))
+    file, topic = re.findall(r"docs/([\w/]+\.md)|ampctx explain ([\w.-]+)|$", text)[0]
+    wanted = words(topic or text)
     linking = [head for head in heads if file and f"({file}" in heads[head]]
     best = sorted(heads, key=lambda head: (head in linking[:1], *fit(head)), reverse=True)[:3]
     if linking or fit(best[0])[0]:

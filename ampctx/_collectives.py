@@ -73,7 +73,7 @@ def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
         raise AmpRankError(
             f"{call}: a collective failed on {ranks}, which has {has}. Another rank has ended, raised an "
             "error, or left this call out. Look for its error first. Then end the run on every rank, and resume it "
-            f"from a checkpoint. See docs/errors.md#differ-between-ranks. torch says: {first_line}"
+            f"from a checkpoint. See `ampctx explain differ-between-ranks`. torch says: {first_line}"
         ) from error
 
 

@@ -47,8 +47,7 @@ class DataWrites:
 def message(names: Iterable[str]) -> str:
     return (
         f"{listed(names)} was written through .data, of which no version tells. Its fp32 master overwrites it at the "
-        "next step. Write the parameter itself under torch.no_grad(). "
-        "See docs/how_a_step_works.md#masters-follow-the-model."
+        "next step. Write the parameter itself under torch.no_grad(). See `ampctx explain was-written-through-data`."
     )
 
 

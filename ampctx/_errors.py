@@ -28,7 +28,7 @@ def unexpected(call: str, name: str, known: Iterable[str]) -> AmpTypeError:
     near = difflib.get_close_matches(name, sorted(known), 2)
     hint = f". Did you mean {' or '.join(near)}?" if near else ""
     if name == "offload":
-        hint = f". Write Offloaded({call.partition('.')[0]}, params, ...): see docs/guide/offload.md."
+        hint = f". Write Offloaded({call.partition('.')[0]}, params, ...): see `ampctx explain offload`."
     return AmpTypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -7,6 +7,8 @@ site as it does on a git host.
 import sys
 from pathlib import Path
 
+from sphinx.pycode import ModuleAnalyzer
+
 import ampctx
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -19,7 +21,7 @@ project = "ampctx"
 author = "the authors of ampctx"
 release = version = ampctx.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "apex_names"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "apex_names"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",
@@ -40,6 +42,9 @@ html_extra_path = ["_extra"]
 html_static_path = ["_static"]
 html_css_files = ["ampctx.css"]
 html_copy_source = False
+# Copies commands without their prompts, and leaves out what they print.
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_show_copyright = False
 
 toc_object_entries_show_parents = "hide"
@@ -54,7 +59,10 @@ napoleon_use_ivar = True
 
 nitpicky = True
 # Types of others, to whose pages there is nothing here that leads.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|contextlib|typing)\..*"),
+    ("py:class", "M|Opt|Options"),  # of the overloads of initialize, which the page explains
+]
 nitpick_ignore = [
     ("py:class", "typing_extensions.Unpack"),
     ("py:class", "ampctx.optimizers._base.CommonOptions"),  # the keywords that FusedOptimizer explains
@@ -79,5 +87,8 @@ def setup(app):
             source[0] = report.filled(source[0], found)
 
     app.connect("source-read", fill)
-    # Its overloads show the session as an argument. autodoc looks for overloads in the module that a function names.
-    ampctx.amp.initialize.__func__.__module__ = "ampctx.amp"
+    # Overloads stand in the source as functions of a session; the page shows the method of one.
+    analyzer = ModuleAnalyzer.for_module("ampctx.amp.setup")
+    analyzer.analyze()
+    of_method = [one.replace(parameters=[*one.parameters.values()][1:]) for one in analyzer.overloads["initialize"]]
+    analyzer.overloads["initialize"] = of_method

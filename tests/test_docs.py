@@ -1,9 +1,8 @@
 """Every Python block of README and docs runs as it stands; what is shown exists, links lead somewhere.
 
-The API page has every public name. Pages that messages of ampctx name exist, with their headings.
+The API page has every public name. Topics that messages of ampctx name are explained.
 """
 
-import ast
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ import torch
 from page_programs import programs
 
 import ampctx
+from ampctx.__main__ import explain
 from ampctx.optimizers import FusedAdam
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,34 +97,12 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{NAMES[page]} links to {target}"
 
 
-MESSAGES = sorted((ROOT / "ampctx").rglob("*.py"))
-
-
-def named_in(source: str) -> list[str]:
-    """The pages, with their anchors, that string literals name."""
-    literals = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    return [
-        page for text in literals if isinstance(text, str) for page in re.findall(r"docs/[\w/]+\.md(?:#[\w-]+)?", text)
-    ]
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The anchors that a git host gives the headings of a page."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-def test_pages_that_messages_name_exist():
-    texts = [text for path in MESSAGES if "docs/" in (text := path.read_text())]
-    named = {name for text in texts for name in named_in(text)}
-    assert len(named) > 10
-    lost = []
-    for name in sorted(named):
-        page, _, anchor = name.partition("#")
-        if not (ROOT / page).exists() or (anchor and anchor not in anchors_of(ROOT / page)):
-            lost.append(name)
-    assert lost == []
+def test_messages_name_no_page_that_a_wheel_lacks_and_explain_knows_their_topics():
+    texts = [path.read_text() for path in (ROOT / "ampctx").rglob("*.py")]
+    assert not [text for text in texts if re.search(r"docs/[\w/]+\.md", text)]
+    topics = {topic for text in texts for topic in re.findall(r"`ampctx explain ([\w-]+)`", text)}
+    assert len(topics) > 20
+    assert [topic for topic in sorted(topics) if not explain(topic)[0]] == []
 
 
 def test_make_targets_that_are_shown_exist():

@@ -91,9 +91,8 @@ def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> A
     binding.refuse("optimizer.first_step()")
     if binding.restore_unperturbed is not None:
         raise AmpError(
-            "optimizer.first_step() was called a second time. The weights are perturbed already, and the original ones "
-            "would be lost. Call optimizer.second_step() first; after optimizer.zero_grad() it only restores the "
-            "weights."
+            "optimizer.first_step() was called a second time. The weights are perturbed already, and the originals "
+            "would be lost. Call optimizer.second_step() first; after optimizer.zero_grad() it only restores them."
         )
     try:
         losses = _ready(binding)

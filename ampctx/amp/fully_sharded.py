@@ -257,7 +257,7 @@ def _is_16_bit(unit: Unit, policy: Any, dtypes: Any, wanted: Any, in_fp32: set[n
 
 
 def _refused(text: str) -> AmpError:
-    return AmpError(f"{text}{' ' if text[-1] == '.' else ''}See docs/guide/fsdp_zero.md#fsdp2.")
+    return AmpError(f"{text}{' ' if text[-1] == '.' else ''}See `ampctx explain sharded`.")
 
 
 def _in_no_unit(name: str, low: torch.dtype | None) -> AmpError:

@@ -102,7 +102,7 @@ class Hints:
                 "hooks",
                 f"amp.scale_loss: hooks on {listed(names)} see gradients multiplied by the loss scale. A hook may "
                 "mask or average them there. Clip, compare and log gradients after the block, with "
-                "amp.master_params(optimizer). See docs/errors.md#see-gradients-multiplied-by-the-loss-scale.",
+                "amp.master_params(optimizer). See `ampctx explain see-gradients-multiplied-by-the-loss-scale`.",
             )
 
     def left(self, block: Any) -> None:
@@ -113,7 +113,7 @@ class Hints:
                 "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss. "
                 "The end of the block divides them by the loss scale, which makes them far too small. Call "
                 "scaled_loss.backward(), not loss.backward(). "
-                "See docs/errors.md#no-backward-went-through-the-scaled-loss.",
+                "See `ampctx explain no-backward-went-through-the-scaled-loss`.",
             )
 
     def clipping(self, params: list[Tensor]) -> None:
@@ -158,7 +158,7 @@ class Hints:
             self.say(
                 f"no gradients of {id(binding)}",
                 f"{call} changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
-                "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+                "zero_grad() ran after backward(). See `ampctx explain no-inf-checks-were-recorded`.",
             )
         elif any(self.moves) and binding not in self.in_blocks and not binding.by_scaler:
             self.say(
@@ -166,7 +166,7 @@ class Hints:
                 f"{call}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
                 "scaling, small gradients become 0 in 16 bits. Write "
                 "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
-                "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
+                "See `ampctx explain no-scale_loss-block-has-named-this-optimizer`.",
             )
         found = {
             name: p
@@ -185,7 +185,7 @@ class Hints:
                 f"{call}: {listed(names)} got gradients and are in no optimizer, so that this step does not train "
                 "them. Make the optimizer after the last change of the model, call optimizer.add_param_group(...) for "
                 "new parameters, or set requires_grad_(False) on parameters that should not train. "
-                "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
+                "See `ampctx explain got-gradients-and-are-in-no-optimizer`.",
             )
 
     def _look_at_models(self, stepped: set[int]) -> None:
@@ -199,7 +199,7 @@ class Hints:
                 f"amp: {listed(names)} changed between two steps, are in no optimizer of amp.initialize and have no "
                 "fp32 master. An average in 16 bits loses small changes. If this is one, keep that model in fp32, out "
                 "of amp.initialize, and average amp.master_params(optimizer). "
-                "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
+                "See `ampctx explain an-average-in-16-bits`.",
             )
 
     def _look_at_averages(self) -> None:
@@ -212,7 +212,7 @@ class Hints:
                 "averages",
                 "amp: an AveragedModel was made of a 16-bit model. An average in 16 bits loses small changes. Make it "
                 "of amp.master_model(model), which has the fp32 master weights, and pass that to update_parameters. "
-                "See docs/guide/schedulers.md#schedulers-swa-and-ema.",
+                "See `ampctx explain an-average-in-16-bits`.",
             )
 
     def _look_at_masters(self, binding: Any, has_grads: bool) -> None:
@@ -239,7 +239,7 @@ class Hints:
                 f"{type(binding.optimizer).__name__}.step() has changed no fp32 master weight, so the model does not "
                 "train. It steps other tensors: those of an optimizer inside it, or parameters that it has kept. Step "
                 "the tensors of its param_groups, or pass the optimizers inside it to amp.initialize. "
-                "See docs/errors.md#has-changed-no-fp32-master-weight.",
+                "See `ampctx explain has-changed-no-fp32-master-weight`.",
             )
 
     def _look_at_losses(self) -> None:
@@ -250,7 +250,7 @@ class Hints:
                 f"amp.initialize(num_losses={len(self.moves)}): after {self.until} steps of each optimizer no "
                 f"scale_loss block has used loss_id={unused}. Losses then share a loss scale, and an overflow of one "
                 "lowers it for all. Pass amp.scale_loss(..., loss_id=i) for each loss, or lower num_losses. "
-                "See docs/errors.md#no-scale_loss-block-has-used-loss_id.",
+                "See `ampctx explain no-scale_loss-block-has-used-loss_id`.",
             )
 
 

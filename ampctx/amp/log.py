@@ -43,7 +43,7 @@ class SkipLog:
                     "small scale",
                     f"ampctx: the loss scale fell to {value}, after {skipped} skips in {steps} steps. Below 1 it turns "
                     "small gradients into 0. Pass amp.initialize(min_loss_scale=1.0), and find the bad batches with "
-                    "amp.outcome(optimizer).culprits. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
+                    "amp.outcome(optimizer).culprits. See `ampctx explain loss-is-nan`.",
                     logger.warning,  # which never raises, as a filter of warnings may: the step is not recorded yet
                 )
 
@@ -64,7 +64,7 @@ class SkipLog:
             logger.warning(
                 "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
                 "If skips go on, check that each iteration calls optimizer.zero_grad(), and look for inf or nan in the "
-                "model or its input. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
+                "model or its input. See `ampctx explain loss-is-nan`."
             )
         elif skipped > 8:
             logger.warning("ampctx: %d steps skipped so far", skipped)

@@ -29,7 +29,7 @@ class LossBlock(_GeneratorContextManager):
     def _refuse(self, error: type[Exception], use: str) -> NoReturn:
         raise error(
             "amp.scale_loss is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and "
-            f"call scaled_loss.backward() in it. {use}. See docs/errors.md#ampscale_loss-is-a-context-manager."
+            f"call scaled_loss.backward() in it. {use}. See `ampctx explain amp.scale_loss-is-a-context-manager`."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -49,8 +49,7 @@ class Initialized(tuple):
     def _refuse(self, error: type[Exception], use: str) -> NoReturn:
         raise error(
             f"amp.initialize returned a pair, the model and the optimizer, and {use}. Write `model, optimizer = "
-            "amp.initialize(model, optimizer, ...)`. "
-            "See docs/errors.md#ampinitialize-returned-a-pair-the-model-and-the-optimizer."
+            "amp.initialize(model, optimizer, ...)`. See `ampctx explain amp.initialize-returned-a-pair`."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -92,7 +91,7 @@ def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
                 f"Found {low} with type {tensors[low].type()}, expected fp32: the model is under amp already, in "
                 f"{where}, which cast its weights to 16 bits. Call {whose} first. Pass all models and optimizers that "
                 "train together to one amp.initialize, and add later parameters with optimizer.add_param_group(). See "
-                "docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
+                "`ampctx explain found-param-with-type`."
             )
 
 
@@ -113,7 +112,7 @@ def refuse_sharded_since(binding: Any, names: Any) -> None:
         raise AmpError(
             f"{type(binding.optimizer).__name__}.step(): the model was sharded after amp.initialize, which gave it new "
             "parameters, and this optimizer steps the former ones. Shard the model first, then make the optimizer, "
-            "then call amp.initialize. See docs/guide/fsdp_zero.md#fsdp2."
+            "then call amp.initialize. See `ampctx explain sharded`."
         )
 
 
@@ -193,7 +192,7 @@ class LeftGrads:
             f"{type(binding.optimizer).__name__}.step(): a scale_loss block over other optimizers has left scaled "
             f"gradients in {listed(names[id(p)] for p, _ in found)}, {why}. Name every optimizer that the backward "
             "reaches: amp.scale_loss(loss, [optimizer, ...]). Or call zero_grad() of this optimizer before its own "
-            "backward. See docs/errors.md#has-left-scaled-gradients-in."
+            "backward. See `ampctx explain has-left-scaled-gradients-in`."
         )
 
 
@@ -221,8 +220,7 @@ class OwnThread:
         if casts_on and casts is not here and casts.is_alive():
             why = (
                 f"amp.initialize switched on the casts of O1/O4 in thread {casts.name!r}. torch's autocast belongs to "
-                "a thread. Call amp.initialize, amp.scale_loss and amp.reset in the thread that trains. Forward passes "
-                "may run in any thread."
+                "a thread. Call initialize, scale_loss and reset in the thread that trains. Forwards may run in any."
             )
         elif blocks is not here:
             why = (

@@ -111,7 +111,7 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise AmpValueError(
             f"Unexpected optimization level {opt_level!r}. Expected one of {', '.join(map(repr, OPT_LEVELS))}: the "
-            "letter O and a digit, not the number zero and a digit. See docs/levels.md."
+            "letter O and a digit, not the number zero and a digit."
         )
     level = OPT_LEVELS[opt_level]
     if unknown := sorted(overrides.keys() - _CHECKS.keys()):
@@ -148,13 +148,13 @@ def _of_cast_models(level: PrecisionPolicy, name: str, value: Any) -> bool:
         raise AmpValueError(
             "amp.initialize: master_weights='split' is an option of optimizers. Pass opt_level='O5', "
             "master_weights=False, and ampctx.optimizers.FusedAdam(params, master_weights='split'); for a class of "
-            "torch ampctx.optimizers.SplitMasters(torch.optim.AdamW, params). See docs/levels.md#split-masters."
+            "torch ampctx.optimizers.SplitMasters(torch.optim.AdamW, params)."
         )
     result = _bool(level, name, value)
     if level.patch_torch_functions:
         raise AmpValueError(
             f"{name}={value!r} has no meaning at {level.opt_level}, where weights stay fp32 and autocast casts each "
-            f"op. Leave it at None, or use {'O2' if level.opt_level == 'O1' else 'O5'}. See docs/levels.md."
+            f"op. Leave it at None, or use {'O2' if level.opt_level == 'O1' else 'O5'}."
         )
     return result
 
@@ -183,8 +183,7 @@ def _cast_model_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dty
         return False
     if level.patch_torch_functions and value is not torch.float32:
         raise AmpValueError(
-            f"{name} is {value!r}, and at {level.opt_level} weights stay fp32: autocast casts each op. To cast the "
-            "model use O2, O3 or O5. See docs/levels.md."
+            f"{name} is {value!r}, and at {level.opt_level} weights stay fp32: autocast casts each op. Use O2, O3, O5."
         )
     return _floating_dtype(level, name, value)
 

@@ -182,5 +182,5 @@ def check(facts: Sequence[Fact], groups: Sequence[Any], call: str) -> None:
         raise AmpRankError(
             f"{call}: {what} differ between ranks. This is {' and '.join(map(ranks_of, groups))}, and has {has}. "
             "Initialize every rank alike, and load the same checkpoint on every rank after DistributedDataParallel has "
-            "wrapped the model. See docs/errors.md#differ-between-ranks."
+            "wrapped the model. See `ampctx explain differ-between-ranks`."
         )

@@ -125,7 +125,7 @@ class AmpSession(FunctionCasts):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
-            "an AmpSession cannot be copied or pickled, because it belongs to models and optimizers of this process. "
+            "an AmpSession cannot be copied or pickled, it belongs to models and optimizers of this process. "
             "Make a new AmpSession for the copies, call its initialize(), and load state_dict(masters=True) of this "
             "one into it."
         )
@@ -194,9 +194,8 @@ class AmpSession(FunctionCasts):
     ) -> Generator[Tensor, None, None]:
         if self.policy is None:
             raise AmpError(
-                "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. Call "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first, in this process. See "
-                "docs/errors.md#invoked-with-ampscale_loss-but-internal-amp-state-has-not-been-initialized."
+                "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. Call model, optimizer "
+                "= amp.initialize(model, optimizer, opt_level=...) first. See `ampctx explain internal-amp-state`."
             )
         if not self.policy.enabled:
             yield loss
@@ -257,9 +256,8 @@ class AmpSession(FunctionCasts):
         fixed = {None if scale.dynamic else scale.init_scale for scale in (*scales, *others)}
         if others and (None in fixed or len(fixed) > 1):
             raise AmpError(
-                "amp.scale_loss: these optimizers went through several amp.initialize calls, and each call has a loss "
-                "scale of its own, of which only one would move. Pass models and optimizers that share a loss to one "
-                "call, as lists. See docs/guide/accumulate.md#several-losses-models-or-optimizers."
+                "amp.scale_loss: these optimizers went through several amp.initialize calls, each with a loss scale of "
+                "its own, of which only one would move. Pass all that share a loss to one call, as lists."
             )
         return scales
 
@@ -365,7 +363,7 @@ class AmpSession(FunctionCasts):
             i = found.index(None)
             raise AmpError(
                 f"scale_loss: optimizers[{i}] ({type(given[i]).__name__}) did not go through amp.initialize. Pass it "
-                "there together with its model. See docs/errors.md#did-not-go-through-ampinitialize."
+                "there together with its model. See `ampctx explain did-not-go-through`."
             )
         return bindings
 
@@ -463,8 +461,7 @@ class AmpSession(FunctionCasts):
             optimizer, *others = self._bindings
             if others:
                 raise AmpError(
-                    f"amp.history: {len(self._bindings)} optimizers went through amp.initialize. Pass one of them: "
-                    "amp.history(optimizer)."
+                    f"amp.history: {len(self._bindings)} optimizers are under amp. Pass one: amp.history(optimizer)."
                 )
         return self._watched(optimizer, "history").steps.history.lists(last)
 
@@ -473,7 +470,7 @@ class AmpSession(FunctionCasts):
         if binding is None:
             raise AmpError(
                 f"amp.{name}: this {type(optimizer).__name__} did not go through amp.initialize, so amp does not see "
-                "its steps. Pass it there together with its model. See docs/errors.md#did-not-go-through-ampinitialize."
+                "its steps. Pass it there together with its model. See `ampctx explain did-not-go-through`."
             )
         return binding
 

@@ -62,8 +62,7 @@ def refuse_fp16_optimizer(optimizers: Any) -> None:
         if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
             raise AmpTypeError(
                 f"An incoming optimizer is an instance of {type(item).__module__}.{type(item).__qualname__}. It keeps "
-                "fp32 masters and a loss scale of its own. Pass the optimizer inside it to amp.initialize, and step "
-                "that one."
+                "fp32 masters and a loss scale of its own. Pass the optimizer inside it to amp.initialize, and step it."
             )
 
 
@@ -90,13 +89,11 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
         if optimizer in bound or optimizer in optimizers[:i]:
             raise AmpError(
                 "A given optimizer should only be passed through amp.initialize once. Call amp.reset() first to "
-                "initialize it again. "
-                "See docs/errors.md#a-given-optimizer-should-only-be-passed-through-ampinitialize-once."
+                "initialize it again. See `ampctx explain only-be-passed-through`."
             )
         if "__reduce_ex__" in vars(optimizer):  # a replaced method, see ``OptimizerBinding``
             raise AmpError(
-                f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call reset() of "
-                "that session first."
+                f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call its reset()."
             )
         own, inner = [group["params"] for group in optimizer.param_groups], with_wrapped(optimizer)[1:]
         known = {id(p) for params in own for p in params}
@@ -107,10 +104,9 @@ def check(models: list[nn.Module], optimizers: list[Any], bound: Container[Any],
                 raise AmpError(
                     f"optimizers[{i}] ({kind}) holds a {type(one).__name__} with param groups of its own over the same "
                     "parameters. fp32 masters would replace only those in the groups outside: steps of the one inside "
-                    "would train nothing. "
-                    f"Pass the optimizers inside {kind} to amp.initialize and to scale_loss, or let both share the "
-                    "groups: self.param_groups = inner.param_groups. O1 and O4 take it as it is. "
-                    "See docs/errors.md#has-changed-no-fp32-master-weight."
+                    f"would train nothing. Pass the optimizers inside {kind} to amp.initialize and to scale_loss, or "
+                    "let both share the groups: self.param_groups = inner.param_groups. O1 and O4 take it as it is. "
+                    "See `ampctx explain has-changed-no-fp32-master-weight`."
                 )
 
 
@@ -138,8 +134,7 @@ def _refuse_other_tensors(models: list[nn.Module], optimizers: list[Any]) -> Non
                 raise AmpError(
                     f"optimizers[{i}] ({type(optimizer).__name__}): {param_name(groups, g, j)} is no parameter of the "
                     f'model, and lies in the memory of "{shared[0]}". No backward makes its gradient, so amp '
-                    "cannot unscale it. Make the optimizer of model.parameters(): ampctx's step them together, too. "
-                    "See docs/optimizers.md."
+                    "cannot unscale it. Make the optimizer of model.parameters(): ampctx's step them together, too."
                 )
 
 
@@ -147,8 +142,7 @@ def _refuse_forward(wrapper: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled():  # an evaluation needs no gradients of other ranks
         raise AmpError(
             f"{type(wrapper).__name__}: the model was wrapped before amp.initialize or amp.reset cast its weights, so "
-            "ranks would not average gradients. Wrap the model again. "
-            "See docs/errors.md#incoming-model-is-an-instance-of-torchnnparallel."
+            "ranks would not average gradients. Wrap it again. See `ampctx explain incoming-model-is-an-instance`."
         )
 
 
@@ -207,9 +201,8 @@ def warn_of_rounded(models: Sequence[nn.Module], originals: Mapping[Tensor, Tens
     if names := [name for model in models for name in casting.rounded_buffers(model, originals)]:
         warn(
             f"amp.initialize: buffers lose digits in 16 bits: {listed(names)}. A buffer is cast with the parameters of "
-            "its module. If it is a table (positions, frequencies, a schedule), register it in a module without "
-            "parameters, which computes in fp32 and is called as a function, or pass its module to keep_fp32. "
-            "See docs/levels.md#buffers-at-o2-o3-and-o5."
+            "its module. Register a table (positions, frequencies, a schedule) in a module without parameters, which "
+            "computes in fp32, or pass its module to keep_fp32. See `ampctx explain buffers-lose-digits`."
         )
 
 

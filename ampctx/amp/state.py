@@ -45,7 +45,7 @@ def policy_of(session: Any, call: str) -> Any:
     if session.policy is None:
         raise AmpError(
             f"{call} was called before amp.initialize. Call amp.initialize first, with the options of the run that was "
-            "saved. See docs/guide/checkpoints.md."
+            "saved. See `ampctx explain internal-amp-state`."
         )
     return session.policy
 
@@ -175,8 +175,7 @@ def _of_grad_scaler(scales: Sequence[LossScale], state: Any) -> State:
     if (n := len(scales)) != 1:
         raise AmpValueError(
             f"amp.load_state_dict: the state of a GradScaler holds one loss scale, and num_losses={n} was given to "
-            "amp.initialize. To start all of them from it, load "
-            f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
+            f"amp.initialize. To start all from it, load ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
         )
     there, here = loss_scale.read_grad_scaler_state(state), scales[0]
     pairs = [(name, there[name], getattr(here, name)) for name in (*FACTORS, "growth_interval")]

@@ -110,7 +110,7 @@ class OptimizerBinding:
         if self.gradients.depth:
             raise AmpError(
                 f"{call} was called inside a scale_loss block. Gradients are still scaled there. Move the call after "
-                "the block. See docs/tutorial.md#train."
+                "the block. See `ampctx explain was-called-inside-a-scale_loss-block`."
             )
         if self.gradients.incomplete:
             raise AmpError(
@@ -122,8 +122,7 @@ class OptimizerBinding:
         """Raises AmpError inside a block, whose end needs what the call would replace."""
         if self.gradients.depth:
             raise AmpError(
-                f"{call} was called inside a scale_loss block. The state of a step is incomplete there. Leave the "
-                "block first."
+                f"{call} was called inside a scale_loss block. The state is incomplete there. Leave the block first."
             )
 
     def refuse_to_save(self, call: str) -> None:
@@ -140,8 +139,7 @@ class OptimizerBinding:
         is_idle = not frames
         if self.released:
             raise AmpError(
-                "amp.scale_loss was called after amp.reset(), so amp no longer handles this optimizer. Call "
-                "amp.initialize again."
+                "amp.scale_loss was called after amp.reset(), which left this optimizer. Call amp.initialize again."
             )
         if self.gradients.incomplete and (is_idle or frames[0].is_window):
             self.refuse("amp.scale_loss")
@@ -433,8 +431,7 @@ class OptimizerBinding:
             raise AmpError(
                 "a GradScaler was given an optimizer that is under amp with fp32 master weights. It would not unscale "
                 "their gradients. Remove the scaler and use amp.scale_loss, which also skips steps; or use opt_level "
-                "O0, O1 or O4. See docs/errors.md"
-                "#a-gradscaler-was-given-an-optimizer-that-is-under-amp-with-fp32-master-weights."
+                "O0, O1 or O4. See `ampctx explain a-gradscaler-was-given`."
             )
 
     # --- the other replaced methods -----------------------------------------------------------------------------------
@@ -469,8 +466,8 @@ class OptimizerBinding:
             raise AmpError(
                 "torch's get_optimizer_state_dict looks for the parameters of the optimizer in the model. This "
                 f"{type(self.optimizer).__name__} steps amp's fp32 master weights instead. Use "
-                "amp.get_state_dict(model, optimizer), which names them, and amp.set_state_dict. See "
-                "docs/guide/checkpoints.md."
+                "amp.get_state_dict(model, optimizer), which names them, and amp.set_state_dict. "
+                "See `ampctx explain get_optimizer_state_dict`."
             )
         return original(*args, **kwargs)
 

@@ -57,7 +57,7 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
             "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
             "binary_cross_entropy_with_logits on the input of the sigmoid, or compute the sigmoid in fp32: call "
             "amp.register_float_function(torch, 'sigmoid') before amp.initialize. "
-            "See docs/errors.md#are-unsafe-to-autocast."
+            "See `ampctx explain are-unsafe-to-autocast`."
         )
     # torch's CUDA autocast refuses fp32 arguments too, without need.
     return call_cast("float", fn, args, kwargs)

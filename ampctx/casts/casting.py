@@ -58,8 +58,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
             raise AmpError(
                 f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "
                 "the model that amp.initialize returns, because they record the dtypes of its parameters. Call "
-                "amp.initialize on the inner model, then wrap it. "
-                "See docs/errors.md#incoming-model-is-an-instance-of-torchnnparallel."
+                "amp.initialize on the inner model, then wrap it. See `ampctx explain incoming-model-is-an-instance`."
             )
         if allow_16bit:
             continue
@@ -74,8 +73,7 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool, dtype: torch.dt
                         "itself. Remove .half() or .bfloat16(), or call model.float() first. Frozen parameters may "
                         "have the 16-bit type of the level, or be bf16. To train 16-bit weights, make session = "
                         "amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
-                        "session.initialize. "
-                        "See docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
+                        "session.initialize. See `ampctx explain found-param-with-type`."
                     )
 
 
@@ -126,7 +124,7 @@ def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
         raise AmpError(
             f"the model holds a DTensor of {t.dtype}, shape {tuple(t.shape)}, which cannot be cast to {dtype} in "
             "place. Under fully_shard use O2 or O5: the fp32 shards are the masters. With tensor parallelism alone use "
-            "O1 or O4. See docs/guide/fsdp_zero.md#fsdp2."
+            "O1 or O4. See `ampctx explain sharded`."
         )
 
 

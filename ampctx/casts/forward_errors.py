@@ -53,7 +53,7 @@ def note_dtypes(model: nn.Module, low: torch.dtype, has_low_weights: bool) -> No
         cure = f"But weights are {now} now: converted after amp.initialize. Use amp.master_model(model)."
     error.add_note(
         f"ampctx: {which} computes in {str(low).removeprefix('torch.')}. {cure} {kept}"
-        "See docs/errors.md#expected-scalar-type-half-but-found-float."
+        "See `ampctx explain expected-scalar-type`."
     )
 
 
@@ -63,5 +63,5 @@ def note_casts_off(error: Any) -> None:
         error.add_note(
             "ampctx: casts are off inside scale_loss. If backward of a torch.autograd.Function multiplies matrices, "
             "decorate both methods with torch.amp.custom_fwd and custom_bwd, for its forward's casts. "
-            "See docs/guide/fp32_layers.md#custom-autograd-functions."
+            "See `ampctx explain expected-scalar-type`."
         )

@@ -72,8 +72,7 @@ class _RefuseReplaced:
             raise AmpError(
                 "load_state_dict(assign=True) or to_empty() has put a new tensor in the place of "
                 f'"{replaced[id(stepped[0])]}" of a {type(module).__name__}. The optimizer steps the old tensor, so '
-                "that one was put back. Load without assign=True, or call both before you make the optimizer and "
-                "call amp.initialize."
+                "that one was put back. Load without assign=True, or call both before you make the optimizer."
             )
 
     def __reduce__(self) -> tuple:

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampctx import AmpValueError, amp, clip_grad_norm_
 
 
-def refuse_other_casts(accelerator: Accelerator, opt_level: str) -> None:
+@functools.cache
+def _log_once(kind: str) -> None:
+    logging.getLogger("ampctx").warning(
+        f"{kind} skips steps on the GPU, and schedulers of accelerate go on there. Take an optimizer of torch without "
+        "fused=True, or step schedulers yourself if amp.outcome(optimizer).stepped, which waits for the GPU."
+    )
+
+
+class _TellsOfSkips(AcceleratedOptimizer):
+    """Knows which steps amp has skipped. Schedulers of accelerate and transformers ask after each step."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether amp has skipped the latest step. False, and a line in the log, if only a GPU knows: no host sync."""
+        outcome = amp.outcome(self.optimizer)
+        flags = [flag for (name, _), flag in outcome.numbers.items() if name in ("overflowed", "found_inf")]
+        if any(isinstance(flag, Tensor) and flag.device.type != "cpu" for flag in flags):
+            return bool(_log_once(type(self.optimizer).__name__))
+        return outcome.skipped
+
+
+def adapt(accelerator: Accelerator, opt_level: str) -> None:
+    """Refuses casts of the accelerator itself. Optimizers that it prepares know which steps amp has skipped."""
     if accelerator.mixed_precision != "no":
         raise AmpValueError(
             f"mixed_precision={accelerator.mixed_precision!r}: opt_level={opt_level!r} casts the model already. Leave "
             "mixed_precision out (in TrainingArguments fp16 and bf16), and unset ACCELERATE_MIXED_PRECISION."
         )
+    prepare = accelerator.prepare_optimizer
+
+    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
+        optimizer = prepare(*args, **kwargs)
+        if type(optimizer) is AcceleratedOptimizer:
+            optimizer.__class__ = _TellsOfSkips
+        return optimizer
+
+    accelerator.prepare_optimizer = prepare_optimizer
 
 
 class AmpAccelerator(Accelerator):
@@ -29,7 +63,7 @@ class AmpAccelerator(Accelerator):
 
     def __init__(self, *args: Any, opt_level: str = "O1", amp_options: Mapping[str, Any] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        refuse_other_casts(self, opt_level)
+        adapt(self, opt_level)
         self.opt_level, self.amp_options = opt_level, amp_options or {}
         self._amp_optimizers: list[Optimizer] = []
         # By the id of the model's parameter: at O2 and O5 the master has the gradient.

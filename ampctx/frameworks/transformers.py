@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from ampctx import amp, clip_grad_norm_
-from ampctx.frameworks.accelerate import refuse_other_casts
+from ampctx.frameworks.accelerate import adapt
 
 
 class AmpTrainer(Trainer):
@@ -29,7 +29,7 @@ class AmpTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         accelerator, backward = self.accelerator, self.accelerator.backward
-        refuse_other_casts(accelerator, self.opt_level)
+        adapt(accelerator, self.opt_level)
 
         def scaled_backward(loss: Tensor, **kwargs: Any) -> None:
             with amp.scale_loss(loss, self.optimizer, delay_unscale=not accelerator.sync_gradients) as scaled_loss:

@@ -1,8 +1,5 @@
 """The fused optimizers of apex, Lion, Muon, and LARC. A step calls one op for each bucket of parameters, without a host
-sync.
-
-docs/optimizers.md shows how to use them.
-"""
+sync."""
 
 import typing as _typing
 

@@ -126,8 +126,8 @@ def _log(kind: str, before: int, skipped: int, losses: Any, culprits: Culprits, 
     """Logs skipped steps when the host learns of them. On rank 0."""
     if is_rank_zero() and step_record.is_to_tell(before, skipped):
         logger.warning(
-            "%s: %d of %d steps skipped so far, for inf, nan or a large norm of gradients: see optimizer.outcome and "
-            "docs/guide/skip_bad_steps.md.",
+            "%s: %d of %d steps skipped so far, for inf, nan or a large norm of gradients: see optimizer.outcome "
+            "and `ampctx explain skip_nonfinite`.",
             *(kind, skipped, steps),
         )
 

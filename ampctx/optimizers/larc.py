@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._decorators import names_arguments
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move
@@ -45,6 +46,7 @@ class LARC:
         AmpError: it has ``skip_norm_above``.
     """
 
+    @names_arguments
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
             raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError, unexpected
 from ampctx.casts.arguments import autocast_off, map_leaves
 from ampctx.kernels.grouping import stacks
 from ampctx.kernels.plan import marks
@@ -265,12 +266,13 @@ class SplitMasters(Guarded, torch.optim.Optimizer):
 
 def _check_kind(kind: Any, options: Group) -> None:
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise AmpTypeError(
-            f"SplitMasters: kind must be a class of torch.optim, such as torch.optim.NAdam, got {kind!r}"
-        )
+        raise AmpTypeError(f"SplitMasters: kind must be a class of torch.optim, such as NAdam, got {kind!r}")
     for other, takes in ((torch.optim.LBFGS, "all of them as one"), (torch.optim.SparseAdam, "sparse gradients")):
         if issubclass(kind, other):
             raise AmpValueError(f"SplitMasters steps in chunks, by dense gradients, and {other.__name__} {takes}.")
+    known = {*inspect.signature(kind.__init__).parameters, *inspect.signature(SplitMasters).parameters}
+    for name in options.keys() - known:
+        raise unexpected(f"SplitMasters: {kind.__name__}", name, known)
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise AmpValueError(
             f"SplitMasters steps parameters in chunks, which {kind.__name__} may not allow: classes of torch.optim do. "

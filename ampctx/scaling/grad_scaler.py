@@ -45,7 +45,7 @@ from ampctx.weights.clip import norm_before_clipping, strided_grads
 from ampctx.weights.step import has_parameter
 
 # The errors of calls at the wrong stage, as torch begins them.
-_SEE = "See docs/errors.md#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
+_SEE = "See `ampctx explain unscale_-has-already-been-called`."
 _OUT_OF_ORDER = {
     ("unscale_", OptState.UNSCALED): "unscale_() has already been called on this optimizer since the last update(). "
     f"Call unscale_, step and update once per step, after the last backward. {_SEE}",
@@ -259,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AmpValueError(
                 f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the parameters "
                 "in fp32 and run the forward under autocast, or let amp.initialize(model, optimizer, opt_level='O2') "
-                "keep fp32 masters of them. See docs/errors.md#attempting-to-unscale-fp16-gradients."
+                "keep fp32 masters of them. See `ampctx explain attempting-to-unscale-fp16-gradients`."
             )
         start = found_inf if inv_scale is None else found_inf.clone()
         # A gradient of each device, by its number: device objects take longer.
@@ -356,9 +356,8 @@ class GradScaler(torch.amp.GradScaler):
         if not state["found_inf_per_device"] and not steps.told:
             steps.told = True
             warn(
-                f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient. The loss "
-                "does not reach them, or zero_grad() ran after backward(). See "
-                "docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+                f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient. No loss "
+                "reaches them, or zero_grad() ran after backward(). See `ampctx explain no-inf-checks-were-recorded`."
             )
         return result
 
@@ -429,7 +428,7 @@ class GradScaler(torch.amp.GradScaler):
         if not flags and not any(state["stage"] is OptState.STEPPED for state in states.values()):
             raise AmpAssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
-                "See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+                "See `ampctx explain no-inf-checks-were-recorded`."
             )
         states.clear()  # first: after an exception these flags must not update the scale again
         if flags:
@@ -440,7 +439,7 @@ class GradScaler(torch.amp.GradScaler):
         if scale.scale is None or scale.growth_tracker is None:
             raise AmpAssertionError(
                 f"Attempted {funcname} but {'_scale' if scale.scale is None else '_growth_tracker'} is None. Call "
-                "scaler.scale(loss).backward() before it. See docs/errors.md#attempted-step-but-_scale-is-none."
+                "scaler.scale(loss).backward() before it. See `ampctx explain attempted-step-but-_scale-is-none`."
             )
         return scale.scale, scale.growth_tracker
 

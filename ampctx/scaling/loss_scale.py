@@ -221,7 +221,7 @@ class LossScale:
                 here = f"This is {' and '.join(map(ranks_of, groups))}, and has {self.value()}."
                 raise AmpRankError(
                     f"{call}: loss scales differ between ranks. {here} Load the same amp.state_dict() on every rank. "
-                    "See docs/errors.md#differ-between-ranks."
+                    "See `ampctx explain differ-between-ranks`."
                 )
         self.until_check = max(0, self.until_check - 1)
         flag = joined[0] > 0
@@ -382,7 +382,7 @@ def read_grad_scaler_state(state: Any) -> dict[str, Any]:
     if len(state) == 0:
         raise AmpError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
-            "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
+            "Load it only `if state:`. See `ampctx explain the-source-state-dict-is-empty`."
         )
     check_format(state, "state_dict", _OF_SCALERS)
     numbers = {name: plain(required(state, name)) for name in ("scale", *FACTORS, "growth_interval", "_growth_tracker")}

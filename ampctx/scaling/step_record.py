@@ -253,13 +253,12 @@ class StepRecord:
         course = ", ".join(f"loss {i}: {value}" if several else str(value) for i, value in self._scales_after)
         raise AmpStallError(
             f"{self.in_a_row} steps of {type(optimizer).__name__} in a row were skipped "
-            f"(max_consecutive_skips={self.limit}). "
-            f"Weights are unchanged. Non-finite gradients: {listed(culprits, 8) if culprits else 'not known'}. Loss "
-            f"scale after skips: {course or 'not known'}. If "
+            f"(max_consecutive_skips={self.limit}). Weights are unchanged. Non-finite gradients: "
+            f"{listed(culprits, 8) if culprits else 'not known'}. Loss scale after skips: {course or 'not known'}. If "
             "the scale is far down, scaling is not the cause: check input, loss and weights for inf and nan "
             "(torch.autograd.set_detect_anomaly names the op), keep these layers in fp32, use bfloat16 (opt_level O4 "
             "or O5), or lower the learning rate. At the start of a run, begin with a smaller scale or allow more "
-            "skips. See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan.",
+            "skips. See `ampctx explain loss-is-nan`.",
             outcome=outcome,
             scale_history=list(self._scales_after),
         )

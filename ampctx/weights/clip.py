@@ -64,10 +64,7 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
         raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Iterator):
-        warn(
-            "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
-            "one, or a list."
-        )
+        warn("`parameters` is an empty generator, so nothing was clipped. Pass a new one, or a list.")
     return found
 
 

@@ -318,7 +318,7 @@ class Frames:
             raise AmpError(
                 f"clip_grad_norm_ was called {where}. Gradients are still scaled there. Clip "
                 "amp.master_params(optimizer) after the block that unscales. "
-                "See docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
+                "See `ampctx explain clipping-would-not-reach-it`."
             )
 
     # --- between blocks -----------------------------------------------------------------------------------------------

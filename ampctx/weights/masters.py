@@ -172,9 +172,8 @@ class MasterParams:
                         if any(other.holds(p) for other in list(self.beside)):
                             raise AmpError(
                                 f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can "
-                                "keep its fp32 master weight: with a master each, a step of one would undo those of "
-                                "the other. Pass each parameter to one optimizer, use O1 or O4, or pass "
-                                "master_weights=False."
+                                "keep its fp32 master weight: with two, a step of one would undo those of the other. "
+                                "Pass each parameter to one optimizer, use O1 or O4, or pass master_weights=False."
                             )
                         master = self._make(optimizer, p, originals.get(p))
                         pairs.append((p, master))
@@ -228,8 +227,7 @@ class MasterParams:
         """The master of a parameter. Raises where amp can keep none."""
         if is_lazy(p):
             raise AmpError(
-                "a parameter of a lazy module has no values yet, so it can have no fp32 master weight: run one "
-                "forward before amp.initialize."
+                "a parameter of a lazy module has no values yet, and no master: run one forward before amp.initialize."
             )
         if steps_a_partition(optimizer):
             raise AmpError(
@@ -242,13 +240,13 @@ class MasterParams:
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
                 f"{type(optimizer).__name__} has nothing else. Pass master_weights=False to "
-                "amp.initialize, and master_weights='split' (O5) or True to the optimizer. See docs/guide/offload.md."
+                "amp.initialize, and master_weights='split' (O5) or True to it. See `ampctx explain offload`."
             )
         if is_sharded(p):
             raise AmpError(
                 f"{self._name_of(p)} is a DTensor of {p.dtype}, and amp keeps fp32 master weights only for plain "
                 "tensors. Leave the parameters in fp32: under fully_shard the shards are the masters then. With tensor "
-                "parallelism alone use O1 or O4. See docs/guide/fsdp_zero.md#fsdp2."
+                "parallelism alone use O1 or O4. See `ampctx explain sharded`."
             )
         # In a process group every rank starts from the rounded weight, because a broadcast makes only the model equal.
         source = p if original is None or is_distributed() else original
@@ -280,7 +278,7 @@ class MasterParams:
                     f"clip_grad_norm_: {self._name_of(p)} has no gradient, and clipping would not reach it. The "
                     "scale_loss block has moved it, unscaled, to the fp32 master weight. Pass "
                     "amp.master_params(optimizer) instead of model.parameters(). See "
-                    "docs/errors.md#has-no-gradient-and-clipping-would-not-reach-it."
+                    "`ampctx explain clipping-would-not-reach-it`."
                 )
 
     def check(self) -> None:

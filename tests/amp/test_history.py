@@ -165,7 +165,7 @@ def test_each_optimizer_has_its_own(session):
         iterate(session, models[1], both[1], bad=bad, loss_id=1)
     assert session.history(both[0]).skipped == [False]
     assert session.history(both[1]).skipped == [True, False]
-    with pytest.raises(AmpError, match="amp.history: 2 optimizers went through amp.initialize. Pass one of them"):
+    with pytest.raises(AmpError, match="amp.history: 2 optimizers are under amp. Pass one"):
         session.history()
 
 

@@ -100,7 +100,7 @@ def test_unknown_levels(level):
     [
         ("O1", {"master_weights": True}, AmpValueError, "master_weights=True has no meaning at O1.*use O2"),
         ("O4", {"keep_batchnorm_fp32": "True"}, AmpValueError, "keep_batchnorm_fp32='True' has no.*O4.*use O5"),
-        ("O1", {"cast_model_type": HALF}, AmpValueError, r"cast_model_type is torch.float16, and at O1 .*use O2"),
+        ("O1", {"cast_model_type": HALF}, AmpValueError, r"cast_model_type is torch.float16, and at O1 .*Use O2"),
         ("O2", {"patch_torch_functions": True}, AmpValueError, "patch_torch_functions=True is for opt_level O1 and O4"),
         ("O0", {"patch_torch_functions_type": HALF}, AmpValueError, "patch_torch_functions_type is .*This is O0"),
         ("O1", {"patch_torch_functions_type": BF16}, AmpValueError, "expected float16 at O1, bfloat16 at O4.*O1"),

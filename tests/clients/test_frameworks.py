@@ -338,6 +338,28 @@ def test_a_run_in_accelerate_resumes(level, tmp_path):
     assert_trained(weights(model), after)
 
 
+@pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=0.1)], ids=["SGD", "FusedAdam"])
+def test_schedulers_of_accelerate_stay_at_skipped_steps(make, caplog):
+    accelerator, model = AmpAccelerator(cpu=True, opt_level="O2", amp_options=QUIET), mlp()
+    optimizer = make(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = []
+    for x, y in batches(3, overflow_at=1):
+        accelerator.backward(loss_of(model(x), y))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates += schedule.get_last_lr()
+    assert rates == [0.05, 0.05, 0.025]
+    # A flag that cannot be read, in the place of one on a GPU.
+    amp.outcome(optimizer).numbers = {("overflowed", 0): torch.ones((), device="meta")}
+    schedule.step()
+    schedule.step()
+    (told,) = (record.getMessage() for record in caplog.records if record.name == "ampctx")
+    assert told.startswith(f"{type(optimizer.optimizer).__name__} skips steps on the GPU")
+
+
 def test_accelerates_own_mixed_precision_is_refused():
     with pytest.raises(AmpValueError, match="mixed_precision='bf16': opt_level='O1' casts the model already"):
         AmpAccelerator(cpu=True, mixed_precision="bf16")
@@ -373,7 +395,7 @@ class RecordingAmpTrainer(Recording, AmpTrainer):
     pass
 
 
-def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_of=None, **options):
+def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_cls_and_kwargs=None, **options):
     model, notes, data = bert(), Notes(), sentences()
     trainer = kind(
         model,
@@ -381,7 +403,7 @@ def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_of=None, **opt
         train_dataset=data,
         eval_dataset=data,
         callbacks=[notes],
-        optimizers=(optimizer_of and optimizer_of(model), None),
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         opt_level=level,
         amp_options=QUIET,
     )
@@ -390,8 +412,7 @@ def trainer_of(folder, level, kind=RecordingAmpTrainer, optimizer_of=None, **opt
 
 OPTIMIZERS_OF_TRAINER = {
     "AdamW": ({}, torch.optim.AdamW),
-    "by name": ({"optim": "adamw_apex_fused"}, FusedAdam),
-    "FusedAdam": ({"optimizer_of": lambda model: FusedAdam(model.parameters(), lr=1e-3)}, FusedAdam),
+    "FusedAdam": ({"optimizer_cls_and_kwargs": (FusedAdam, {"lr": 1e-3})}, FusedAdam),
 }
 
 
@@ -408,7 +429,8 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, options, kind):
     twin, _ = trainer_of(tmp_path, level, **options)
     # The schedule goes with the optimizer, and AmpTrainer initializes both.
     twin.create_optimizer_and_scheduler(num_training_steps=6)
-    train_by_hand(twin.model, twin.optimizer, twin.lr_scheduler, trainer.seen, ampctx.clip_grad_norm_)
+    train_by_hand(twin.model, twin.optimizer, twin.lr_scheduler, trainer.seen, ampctx.clip_grad_norm_, False)
+    assert (level == "O2") == (amp.skipped_steps(twin.optimizer) > 0)  # the warm-up of the scale is in it
     amp.reset()
     assert_same_weights(twin.model, trained)
 

@@ -103,14 +103,15 @@ def trainer_of(folder, level, model, data, **options):
     return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
-def train_by_hand(model, optimizer, scheduler, data, clip=torch.nn.utils.clip_grad_norm_):
+def train_by_hand(model, optimizer, scheduler, data, clip=torch.nn.utils.clip_grad_norm_, schedules_skips=True):
     model.train()
     for inputs in data:
         with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         clip(amp.master_params(optimizer), 0.1)
         optimizer.step()
-        scheduler.step()
+        if schedules_skips or amp.outcome(optimizer).stepped:
+            scheduler.step()
         model.zero_grad()
 
 

@@ -228,6 +228,7 @@ class Foreign(torch.optim.SGD):
         ((torch.optim.NAdam,), {"chunk_bytes": 1e9}, ampctx.AmpTypeError, "chunk_bytes must be an int, got float"),
         ((torch.optim.NAdam,), {"differentiable": True}, ampctx.AmpValueError, "pass differentiable=False"),
         ((torch.optim.NAdam,), {"lr": -1.0}, ValueError, "Invalid learning rate"),
+        ((torch.optim.NAdam,), {"weight_deacy": 0}, ampctx.AmpTypeError, "Did you mean weight_decay"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, options, error, match):

@@ -19,8 +19,8 @@ MAKE["FusedSGD"] = partial(OPTIMIZERS["FusedSGD"], lr=0.125, momentum=0.5)
 REFERENCE = {**MAKE, "SGD-fused": MAKE["SGD-foreach"]}
 SGD = partial(torch.optim.SGD, lr=0.125)
 NO_GRADIENT = (
-    "changes nothing: none of its parameters has a gradient. The loss does not reach them, or zero_grad() ran after "
-    "backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+    "changes nothing: none of its parameters has a gradient. No loss reaches them, or zero_grad() ran after "
+    "backward(). See `ampctx explain no-inf-checks-were-recorded`."
 )
 every_optimizer = pytest.mark.parametrize("name", MAKE)
 few_optimizers = pytest.mark.parametrize("name", ["SGD-plain", "FusedSGD"])
