@@ -146,6 +146,7 @@ $(VENV)/torch.done: .ci/bootstrap.py
 # --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 	$(PIP) 'pip>=25.1' 'setuptools>=77' wheel
+	$(PIP) wheel $$($(PY) -c 'import setup; print(*setup.with_nvcc([]))')
 	$(BUILD)
 	$(PIP) --no-build-isolation --editable . --editable ./ampctx-apex
 	@touch $@

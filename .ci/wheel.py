@@ -6,6 +6,7 @@ The environment sees the packages of the python that runs this script, torch amo
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NEWEST_GLIBC = 28  # torch's own wheels are manylinux_2_28
 WHERE = "import ampctx; print(ampctx.__file__); assert ampctx.ops.extension.loaded, ampctx.ops.extension.reason"
 
 
@@ -23,6 +25,10 @@ def main() -> None:
     if [wheel.name.partition("-")[0] for wheel in wheels] != ["ampctx", "ampctx_apex"]:
         found = [wheel.name for wheel in wheels]
         sys.exit(f"{__doc__}\nDIRECTORY must hold one wheel of ampctx and one of ampctx-apex, found {found}")
+    tag = wheels[0].name
+    glibc = min(map(int, re.findall(r"manylinux_2_(\d+)", tag)), default=None)
+    if "-cp310-abi3-" not in tag or glibc is None or glibc > NEWEST_GLIBC:
+        sys.exit(f"{tag}: expected cp310-abi3 and manylinux_2_{NEWEST_GLIBC} or older; auditwheel show tells why")
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "environment"
         venv.create(environment, with_pip=True)

@@ -96,7 +96,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         rows.append(("extension", f"loaded, kernels in use for {' and '.join(extension['backends'])}"))
         rows.append(("CPU", f"{extension['simd_used']} (built: {', '.join(extension['simd'])})"))
         if extension["cuda"]:
-            rows.append(("CUDA", f"built with {extension['cuda']} for {', '.join(extension['cuda_archs'])}"))
+            rows.append(("CUDA", f"built by {extension['nvcc']} for {', '.join(extension['cuda_archs'])}"))
         if extension["reason"]:
             rows.append(("" if extension["cuda"] else "CUDA", f"not in use: {extension['reason']}"))
     else:

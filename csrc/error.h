@@ -8,7 +8,7 @@ namespace ampctx {
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
+  std::ostringstream message(std::ios_base::out);  // libstdc++ before GCC 9 has no default constructor
   (message << ... << parts);
   throw std::runtime_error(message.str());
 }

@@ -9,6 +9,7 @@
 // The schemas are in ampctx/kernels/definitions.py. torch turns C++ exceptions into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
+#include <new>
 
 #include "check.h"
 #include "cpu/simd.h"
@@ -20,14 +21,14 @@
 #define AMPCTX_COMPILER "g++ " __VERSION__
 #endif
 
-#ifndef AMPCTX_SOURCE
-#define AMPCTX_SOURCE ""
+#ifndef AMPCTX_BUILD  // what setup.py tells, as entries of a JSON object
+#define AMPCTX_BUILD "\"source\": \"\", \"cuda\": null, \"cuda_archs\": [], \"why_no_cuda\": \"\""
 #endif
 
-#ifndef AMPCTX_CUDA_VERSION
-#define AMPCTX_CUDA_VERSION "null"
-#define AMPCTX_CUDA_ARCHS ""
-#endif
+// Containers call it when g++ 11 or newer compiles them. libstdc++ before GCC 11 lacks it, and wheels run there.
+namespace std {
+[[noreturn]] void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}  // namespace std
 
 namespace ampctx {
 namespace {
@@ -475,14 +476,12 @@ PyObject* register_backend(PyObject*, PyObject* given) {
 
 PyObject* build_info(PyObject*, PyObject*) {
 #ifdef AMPCTX_CUDA_EMULATION
-  const std::string simd = "], \"simd\": [], \"simd_used\": \"\"}";
+  const std::string simd = ", \"simd\": [], \"simd_used\": \"\"}";
 #else
   const std::string simd =
-      std::string("], \"simd\": [") + cpu::simd_built() + "], \"simd_used\": \"" + cpu::simd_used() + "\"}";
+      std::string(", \"simd\": [") + cpu::simd_built() + "], \"simd_used\": \"" + cpu::simd_used() + "\"}";
 #endif
-  const std::string info = "{\"compiler\": \"" AMPCTX_COMPILER "\", \"source\": \"" AMPCTX_SOURCE
-                           "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "" +
-                           simd;
+  const std::string info = "{\"compiler\": \"" AMPCTX_COMPILER "\", " AMPCTX_BUILD + simd;
   return PyUnicode_FromString(info.c_str());
 }
 

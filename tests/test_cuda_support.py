@@ -33,12 +33,9 @@ BY_PTX = {
     "80": {"Orin", "H100", "B200", "B300", "RTX 5090", "DGX Spark"},
 }
 BUILDS = {
-    ("12.8", "default"): (CUDA_12_8, DEFAULT_12_8),
-    ("13.0", "default"): (CUDA_13_0, DEFAULT_13_0),
-    ("12.8", "90"): (CUDA_12_8, ONLY_90),
-    ("13.0", "90"): (CUDA_13_0, ONLY_90),
-    ("12.8", "80"): (CUDA_12_8, ONLY_80),
-    ("13.0", "80"): (CUDA_13_0, ONLY_80),
+    (toolkit, name): (version, archs)
+    for toolkit, version, default in (("12.8", CUDA_12_8, DEFAULT_12_8), ("13.0", CUDA_13_0, DEFAULT_13_0))
+    for name, archs in (("default", default), ("90", ONLY_90), ("80", ONLY_80))
 }
 # A driver of the same major version serves the code, one that is as new the PTX, too.
 CODE_BY_DRIVER = {"12.8": {"12.4", "12.8", "13.0", "13.5"}, "13.0": {"13.0", "13.5"}}
@@ -65,7 +62,6 @@ def test_what_is_not_known_speaks_against_nothing(toolkit, archs, gpu):
         assert (why_not(version, *build, None) == "") == (driver in CODE_BY_DRIVER[toolkit])
 
 
-ORIN_WITHOUT_PTX = ["sm_75", "sm_80", "sm_90", "sm_100", "compute_100"]
 WORDS = {
     "old-driver": (
         ((12, 8), CUDA_13_0, DEFAULT_13_0, None),
@@ -86,19 +82,10 @@ WORDS = {
         (CUDA_13_0, CUDA_13_0, ONLY_90, (8, 0)),
         "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_80. Rebuild with AMPCTX_CUDA_ARCHS=80",
     ),
-    "integrated-gpu": (
-        (CUDA_13_0, CUDA_13_0, ORIN_WITHOUT_PTX, (8, 7)),
-        "the CUDA kernels were built for sm_75, sm_80, sm_90, sm_100, compute_100, and this GPU is sm_87. Rebuild with"
-        " AMPCTX_CUDA_ARCHS=87",
-    ),
     "ptx-newer-than-the-driver": (
         (CUDA_13_0, (13, 2), ONLY_90, (12, 0)),
         "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_120, for which the driver must compile"
         " PTX of CUDA 13.2. This driver supports CUDA 13.0. Update the driver, or rebuild with AMPCTX_CUDA_ARCHS=120",
-    ),
-    "gpu-that-cuda-12-compiles-for": (
-        (CUDA_13_0, CUDA_12_8, ONLY_80, (7, 0)),
-        "the CUDA kernels were built for sm_80, compute_80, and this GPU is sm_70. Rebuild with AMPCTX_CUDA_ARCHS=70",
     ),
     "gpu-that-cuda-13-dropped": (
         (CUDA_13_0, CUDA_13_0, ONLY_90, (7, 0)),

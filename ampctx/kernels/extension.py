@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,9 +31,8 @@ from ampctx.kernels.cuda_support import driver_version, why_not
 from ampctx.kernels.tensor_loops import increment_version
 
 LIBRARY = Path(__file__).parent.with_name("_ops.so")
-BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for the CUDA kernels)"
-if sys.platform != "linux":
-    BUILD_HINT = "the compiled kernels are for Linux"
+ON_LINUX = "build it with 'pip install .' in a checkout (needs g++)"
+BUILD_HINT = ON_LINUX if sys.platform == "linux" else "the compiled kernels are for Linux"
 
 
 # Those that plans read; none has a `grad` that torch does not store.
@@ -140,14 +140,14 @@ def _hint(path: Path) -> str:
                 "scripts, outside of the tree, or build the kernels in it with 'pip install -e .'"
             )
     record = path.with_name("_why_no_ops.txt")  # setup.py writes it
-    if record.exists():
-        return f"the build left the kernels out: {record.read_text()}"
-    return BUILD_HINT
+    return f"the build left the kernels out: {record.read_text()}" if record.exists() else BUILD_HINT
 
 
 def _open(path: Path) -> Any:
     if not path.exists():
         raise ExtensionError(f"{path} does not exist: {_hint(path)}")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise ExtensionError("a free-threaded Python lacks the stable ABI that the kernels need: use one with the GIL")
     spec = spec_from_file_location("ampctx._ops", path)
     try:
         library = module_from_spec(spec)  # type: ignore[arg-type]
@@ -178,19 +178,18 @@ def _why_no_cuda(build: dict[str, Any]) -> str:
     if not torch.version.cuda:
         return "this torch was built without CUDA"
     if not build["cuda"]:
-        return "built without nvcc: install the CUDA toolkit and rebuild with AMPCTX_CUDA=1"
-    return why_not(driver_version(), _toolkit(build), build["cuda_archs"], None)
+        return f"the build left the CUDA kernels out: {build['why_no_cuda']}"
+    return _why_not(build, None)
 
 
-def _toolkit(build: dict[str, Any]) -> tuple[int, int]:
+def _why_not(build: dict[str, Any], gpu: tuple[int, int] | None) -> str:
     major, minor = build["cuda"].split(".")[:2]
-    return int(major), int(minor)
+    return why_not(driver_version(), (int(major), int(minor)), build["cuda_archs"], gpu)
 
 
 def _problems_of_gpus(build: dict[str, Any]) -> dict[torch.device, str]:
-    driver, toolkit, archs = driver_version(), _toolkit(build), build["cuda_archs"]
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return {gpu: why_not(driver, toolkit, archs, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
+    return {gpu: _why_not(build, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
 
 
 def _required() -> str:

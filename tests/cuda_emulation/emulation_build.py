@@ -24,8 +24,9 @@ THREADS_ON_A_GPU = 256
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ampctx_generate", ROOT / "csrc" / "generate.py")
+def setup_module() -> ModuleType:
+    """A new setup.py, which looks at the machine as it is imported."""
+    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -34,7 +35,7 @@ def generator() -> ModuleType:
 def generate(folder: Path = FOLDER) -> tuple[Path, list[str]]:
     """Writes what the build makes of ampctx/kernels/spec.py: where, and what a compiler is told to find it."""
     generated = folder / "generated"
-    generator().write(generated)
+    setup_module().generator().write(generated)
     return generated, [f"-I{generated}", f"-I{ROOT}", f"-I{sysconfig.get_path('include')}"]
 
 
@@ -45,12 +46,8 @@ def _sources(generated: Path) -> list[Path]:
 
 
 def _digest(flags: tuple[str, ...], folders: Iterable[Path]) -> str:
-    digest = hashlib.sha256(repr((flags, torch.__version__, generator().texts())).encode())
-    for folder in (ROOT / "csrc", HERE, *folders):
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.suffix != ".pyc":
-                digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    digests = [setup_module().source_digest(folder) for folder in (ROOT / "csrc", HERE, *folders)]
+    return hashlib.sha256(repr((flags, torch.__version__, digests)).encode()).hexdigest()[:16]
 
 
 def build(folder: Path, *flags: str, threads: int = THREADS_PER_BLOCK, more: Sequence[Path] = ()) -> Path:

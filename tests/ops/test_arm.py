@@ -1,7 +1,6 @@
 """The CPU kernels on ARM: setup.py builds the library with a cross compiler, and qemu runs the kernels. They write what
 those of this machine write, to the last bit."""
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -9,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from emulation_build import setup_module
 
 ROOT = Path(__file__).parents[2]
 CXX, QEMU, LIBC = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 def digests(cxx, build, folder, *runner):
     """What the program prints. ``build``: where setup.py compiles what has changed."""
-    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)  # looks at the machine
+    setup = setup_module()
     objects = setup.compile_all(cxx, None, build)
     setup.link(cxx, None, objects, build, folder / "_ops.so")
     kernels = [path for path in objects if "/cpu_" in path]

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +12,6 @@ import torch
 from backends import EMULATED, PLAIN_OPS, right_call
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import STEP_OPS, make_call
-
-from ampctx.kernels import ops
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -344,21 +341,3 @@ def test_no_access_out_of_bounds():
     assert result.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
     assert "Store::" in result.stderr or "store_element" in result.stderr
-
-
-def nvcc():
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    return next(filter(None, map(shutil.which, ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)])), None)
-
-
-@pytest.mark.skipif(nvcc() is None, reason="no nvcc")
-def test_the_build_has_the_cuda_kernels():
-    """Where nvcc is, the library in use carries CUDA code and PTX of several generations, and imports without a GPU."""
-    if os.environ.get("AMPCTX_CUDA") != "1" and not torch.version.cuda:
-        pytest.skip("for a torch without CUDA, kernels for CUDA are built with AMPCTX_CUDA=1 alone")
-    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
-    archs = ops.extension.build["cuda_archs"]
-    assert archs[-1].startswith("compute_")
-    if not os.environ.get("AMPCTX_CUDA_ARCHS"):
-        assert {"sm_75", "sm_80", "sm_90", "compute_75"} <= set(archs)
-    assert "cuda" in ops.extension.backends or not torch.version.cuda

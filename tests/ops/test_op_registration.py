@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import COMPILED, FLOATS, PLAIN_OPS, right_call, short
-from emulation_build import generator
+from emulation_build import setup_module
 from optimizer_calls import STEP_OPS, UNSCALING, make_call, on_optimizers
 
 from ampctx import optimizer_ops
@@ -62,7 +62,7 @@ def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
 
 
 def test_the_typed_calls_are_those_of_the_specs():
-    assert Path(steps.__file__).read_text() == generator().steps_module(), "run: python csrc/generate.py"
+    assert Path(steps.__file__).read_text() == setup_module().generator().steps_module(), "run: python csrc/generate.py"
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -6,13 +6,11 @@ write_program(modules, functions(library), path)    # translate.py; AMPCTX_PTX_P
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -29,14 +27,6 @@ WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "aoti_torch
 REBUILD = f"build it with `{machine_code.BUILD}`"
 
 
-def setup_module() -> ModuleType:
-    """setup.py, which knows nvcc and the digest of the sources."""
-    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def built_from(extension: Path) -> str | None:
     """The digest of the sources that the library was built from; None where it does not say."""
     match = re.search(rb'"source": "(\w+)"', extension.read_bytes())
@@ -50,7 +40,7 @@ def extract(extension: Path, target: str | None = None) -> dict[str, list[Module
         tool = machine_code.find_cuobjdump()
     except machine_code.Missing as missing:
         raise PtxError(str(missing)) from None
-    built, here = built_from(extension), setup_module().source_digest(ROOT / "csrc")
+    built, here = built_from(extension), emulation_build.setup_module().source_digest(ROOT / "csrc")
     if built != here:
         raise PtxError(f"{extension} was built from other sources ({built or 'unknown'}) than csrc ({here}): {REBUILD}")
     with tempfile.TemporaryDirectory() as folder:
