@@ -21,33 +21,17 @@ from ampctx import amp
 
 def bert():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=2,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**sizes, **rates, num_hidden_layers=1, num_attention_heads=2, num_labels=2)
     return BertForSequenceClassification(config)
 
 
 def t5():
     """Takes its normalization from apex where that can be imported."""
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=50,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32}
+    config = T5Config(**sizes, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
     assert isinstance(model.encoder.final_layer_norm, FusedRMSNorm)
     return model
