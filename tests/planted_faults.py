@@ -297,7 +297,7 @@ FAULTS = [
     ),
     Fault(
         "batch norms become 16-bit", "ampctx",
-        "return isinstance(module, _BatchNorm) or module.running_mean is not None", "return False",
+        "return is_affine and (isinstance(module, _BatchNorm) or module.running_mean is not None)", "return False",
         f"{AMP}casting_rows.py",
     ),
     Fault(
