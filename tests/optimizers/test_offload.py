@@ -188,7 +188,10 @@ def test_drawn_programs_have_the_bits_of_the_optimizer_without_it():
             there = {start["kind"]: partial(Offloaded, resident.func, **resident.keywords)}
             seen, _ = fuzz.Run(program)()
             with mock.patch.dict(fuzz.KINDS, there):
-                assert not fuzz.difference(seen, fuzz.Run(program)()[0]), program
+                other, _ = fuzz.Run(program)()
+            # A step that refuses an entry of the state has taken the chunks before it.
+            refused = next((i for i, (_, what, _) in enumerate(seen) if what == "step"), None)
+            assert not fuzz.difference(seen[:refused], other[:refused]), program
             count += 1
     assert count > 20
 
