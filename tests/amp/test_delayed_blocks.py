@@ -33,8 +33,7 @@ def test_delayed_gradients_stay_scaled_in_the_model(session, level):
     backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     assert model.weight.grad.eq(16).all()
-    with torch.no_grad():
-        model.weight.fill_(0.5)
+    torch.nn.init.constant_(model.weight, 0.5)
     assert next(session.master_params(optimizer)).eq(0.5).all()
     backward(session, model.loss(1.0), optimizer, loss_id=1)
     assert all(g.eq(4).all() for g in grads(session, optimizer))

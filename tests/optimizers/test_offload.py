@@ -178,7 +178,7 @@ def test_steps_under_amp_and_a_scaler_are_the_same(loop):
 
 @pytest.mark.filterwarnings("ignore")
 def test_drawn_programs_have_the_bits_of_the_optimizer_without_it():
-    """Of the fuzz, with odd gradients and weights, other groups, loads, faults."""
+    """Of the fuzz, with odd gradients, other groups, faults. A step that refuses the state has taken chunks before."""
     kinds, count = {BY_NAME[name].func.__name__ for name in OFFLOADED}, 0
     for program in map(fuzz.drawn, range(240)):
         start = program["start"]
@@ -189,7 +189,6 @@ def test_drawn_programs_have_the_bits_of_the_optimizer_without_it():
             seen, _ = fuzz.Run(program)()
             with mock.patch.dict(fuzz.KINDS, there):
                 other, _ = fuzz.Run(program)()
-            # A step that refuses an entry of the state has taken the chunks before it.
             refused = next((i for i, (_, what, _) in enumerate(seen) if what == "step"), None)
             assert not fuzz.difference(seen[:refused], other[:refused]), program
             count += 1
