@@ -339,8 +339,8 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path, why_no_cuda: str = "")
             start = time.monotonic()
             run([*command, "-c", str(source), "-o", str(out)])
             record.write_text(made_of.hexdigest())
-            took = f"{time.monotonic() - start:.1f} s"
-            print(f"[{next(count)}/{len(jobs)}] {source} {variant}".ljust(50), took, flush=True)
+            line = f"[{next(count)}/{len(jobs)}] {source} {variant}".ljust(50)
+            print(f"{line} {time.monotonic() - start:.1f} s\n", end="", flush=True)  # at once: other threads print, too
         else:
             next(count)
         return str(out)

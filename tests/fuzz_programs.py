@@ -246,16 +246,18 @@ def drawn(seed: int) -> Program:
     most = [m for m in most if m not in lacking and (m in IN_TORCH or not is_plain)]
     features: list[Any] = []
     for name in sorted({rng.choice(most) for _ in range(rng.choice([1, 2, 3, 4, 5]))}):
-        first = rng.randrange(ITERATIONS)
-        some = [i for i in range(ITERATIONS) if rng.random() < 0.4]
+        first, some = rng.randrange(ITERATIONS), [i for i in range(ITERATIONS) if rng.random() < 0.4]
         at = rng.choice([[first], [first], [first], list(range(first, ITERATIONS)), some, list(range(ITERATIONS))])
         features.append([name, rng.randrange(60), rng.randrange(60), at])
-    if seed % 8 == 7 and level in ("O2", "O5"):  # a gradient in a buffer, in block after block
-        features = [["bucket", 0, 0, list(range(ITERATIONS))], *features[:1]]
-    if seed % 8 == 3:  # late, when there is a plan: torch's negative bit, or a gradient with holes that is clipped
-        at, n = [rng.randrange(1, ITERATIONS)], rng.randrange(60)
-        late = [["form_later", n, 3, at]], [["clip", 0, 0, at], ["form_later", n, 7, at]]
-        features = late[seed // 8 % 2]
+    plain = {"options": {}, "dtype": "fp32", "scaler": False, "kind": rng.choice(["FusedAdam", "FusedSGD"])}
+    late = [rng.randrange(3, ITERATIONS)]  # when there is a plan
+    if seed % 8 == 7:  # a gradient in a buffer, where the plan keeps those of 16-bit weights
+        start |= plain | {"level": rng.choice(["O2", "O5"])}
+        features = [["bucket", rng.randrange(60), 0, late]]
+    if seed % 8 == 3:  # torch's negative bit, or a gradient with holes that is clipped
+        start |= plain | {"level": rng.choice(["O0", "O1", None])}
+        features = [["form_later", rng.randrange(60), 7 - seed // 8 % 2 * 4, late], ["clip", 0, 0, late]]
+        features = features[: 2 - seed // 8 % 2]
     if seed % 8 == 5:  # a gradient that is shared while the plan is made, or one that another block adds to
         start |= {"names": ["a", "b", "g"], "opts": 1, "level": level or "O0", "scaler": False}
         features = [["share", rng.randrange(60), rng.randrange(60), [0, 2]]]
