@@ -254,10 +254,9 @@ def drawn(seed: int) -> Program:
     if seed % 8 == 7:  # a gradient in a buffer, where the plan keeps those of 16-bit weights
         start |= plain | {"level": rng.choice(["O2", "O5"])}
         features = [["bucket", rng.randrange(60), 0, late]]
-    if seed % 8 == 3:  # torch's negative bit, or a gradient with holes that is clipped
+    if seed % 8 == 3:  # torch's negative bit, or a gradient with holes, and a clip
         start |= plain | {"level": rng.choice(["O0", "O1", None])}
         features = [["form_later", rng.randrange(60), 7 - seed // 8 % 2 * 4, late], ["clip", 0, 0, late]]
-        features = features[: 2 - seed // 8 % 2]
     if seed % 8 == 5:  # a gradient that is shared while the plan is made, or one that another block adds to
         start |= {"names": ["a", "b", "g"], "opts": 1, "level": level or "O0", "scaler": False}
         features = [["share", rng.randrange(60), rng.randrange(60), [0, 2]]]
@@ -334,8 +333,8 @@ class Run:
         scale, moves = self.start["scale"], {"init_scale": 256.0 / self.divided, "growth_interval": 5}
         if self.start["level"] and not self.is_torch:
             options = {"master_weights": False} if self.start["options"].get("master_weights") else {}
-            options |= moves if scale == "dynamic" else {}
-            options |= {"loss_scale": scale if scale == "dynamic" else scale / self.divided, "verbosity": 0}
+            options |= moves if scale == "dynamic" else {"loss_scale": scale / self.divided}
+            options = {"loss_scale": scale, "verbosity": 0, **options}
             self.session.initialize(self.model, self.opts, opt_level=self.start["level"], **options)
         elif self.start["scaler"] and not self.is_torch:
             self.scaler = GradScaler("cpu", **moves)
@@ -484,7 +483,6 @@ def begin() -> None:
 
 
 def answer(*question: Any) -> tuple[list[Seen], Counter[str]]:
-    """What a run of (program, is_torch, is_plain) has seen and done."""
     return Run(*question)()
 
 
