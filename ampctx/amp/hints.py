@@ -95,7 +95,7 @@ class Hints:
         if scaled.requires_grad and all(p.grad is None for p in leaves):
             self.fresh.add(block)
             fresh, reference = self.fresh, weakref.ref(block)  # a program may keep the loss for long
-            scaled.register_hook(lambda grad: fresh.difference_update(filter(None, [reference()])))
+            scaled.register_hook(outside_of_graphs(lambda _: fresh.difference_update(filter(None, [reference()]))))
         hooked = {id(p) for p in leaves if _has_hooks(p)}
         if names := [f'"{n}"' for model in self.names.by_model() for n, p in model.items() if id(p) in hooked]:
             self.say(
