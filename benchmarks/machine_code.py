@@ -145,10 +145,19 @@ def find_cuobjdump() -> str:
     return found
 
 
+def check_library(path: Path) -> None:
+    """cuobjdump says of every broken library that it has no device code."""
+    if not path.is_file():
+        raise Missing(f"{path} was not found: build it with `{BUILD}`")
+    header = path.read_bytes()[:64]
+    sections, size, count = (int.from_bytes(header[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    if header[:4] != b"\x7fELF" or path.stat().st_size < sections + size * count:  # their headers come last
+        raise Missing(f"{path} is no library (ELF) or was cut short: build it again with `{BUILD}`")
+
+
 def check(library: Path) -> tuple[int, list[str]]:
     """How many hot kernels the library has, and a line for each rule that one breaks."""
-    if not library.is_file():
-        raise Missing(f"{library} was not found: build it with `{BUILD}`")
+    check_library(library)
     tool = find_cuobjdump()
 
     def dump(*options: str) -> str:
