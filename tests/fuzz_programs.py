@@ -154,11 +154,10 @@ def option(run: Run, n: int, k: int) -> None:
     group[name] = torch.tensor(0.005) if name == "lr" and n % 2 and run.is_ours else changes[name]
 
 
-# What ``Run`` asks for.
 FLAGS = """accumulate delay_unscale some_without_gradient unscale_first keep_gradients inf nan raise_before raise_after
 raise_in_inner inner_block delay_check closure step_twice step_in_thread no_step look_at_gradients other_zero_grad
 zero_by_model"""
-# By when they are done in an iteration.
+# By when they are done in an iteration; "": what ``Run`` asks for.
 PLACED: dict[str, dict[str, Do]] = {
     "": dict.fromkeys(FLAGS.split()),
     "start": {
@@ -243,6 +242,7 @@ def drawn(seed: int) -> Program:
     lacking = set() if start["level"] else {"delay_unscale", "delay_check"}
     lacking |= set() if start["scaler"] else {"unscale_first"}
     lacking |= set() if "f" in start["names"] else {"add_group"}
+    lacking |= {"load_now"} if "-fused" in kind else set()  # torch's kernels read on behind state of other shapes
     most = [m for m in most if m not in lacking and (m in IN_TORCH or not is_plain)]
     features: list[Any] = []
     for name in sorted({rng.choice(most) for _ in range(rng.choice([1, 2, 3, 4, 5]))}):
