@@ -79,7 +79,7 @@ def _watched_enter(enter: Callable) -> Callable:
                 decides = next((autocast for autocast in _enabled if autocast._thread.suspensions), _enabled[-1])
                 region.states_before = decides.states_of_forward()
         # Activation checkpointing enters a region for each tensor that it keeps, and writes no weight.
-        elif torch.is_autocast_cache_enabled() and sys._getframe(1).f_globals["__name__"] != "torch.utils.checkpoint":
+        elif torch.is_autocast_cache_enabled() and sys._getframe(1).f_globals is not vars(torch.utils.checkpoint):
             region.had_cast_cache = True
             torch.set_autocast_cache_enabled(False)
 
@@ -105,8 +105,9 @@ def _without_casts(run: Callable) -> Callable:
 
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        is_inner = not torch.compiler.is_compiling() and _backward_id() != -1
-        with autocast_off_on(_enabled[-1].device_types if _enabled and is_inner else ()):
+        if not _enabled or torch.compiler.is_compiling() or _backward_id() == -1:  # as usual
+            return run(*args, **kwargs)
+        with autocast_off_on(_enabled[-1].device_types):
             return run(*args, **kwargs)
 
     return wrapper

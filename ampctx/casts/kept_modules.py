@@ -55,9 +55,7 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
         if not found:
             raise AmpValueError(_nothing_found(entry, named))
         matched |= found
-        is_module = isinstance(entry, nn.Module)
-        names = (name for name, module in named if module is entry)
-        described.append(next(names) if is_module else getattr(entry, "__name__", str(entry)))
+        described.append(str(next((name for name, m in named if m is entry), getattr(entry, "__name__", entry))))
     # MultiheadAttention reads the weights of its out_proj and never calls it.
     matched |= {m for _, m in named if isinstance(m, nn.MultiheadAttention) and not matched.isdisjoint(m.children())}
 

@@ -33,7 +33,8 @@ class _TellsOfSkips(AcceleratedOptimizer):
         outcome = amp.outcome(self.optimizer)
         flags = [flag for (name, _), flag in outcome.numbers.items() if name in ("overflowed", "found_inf")]
         if any(isinstance(flag, Tensor) and flag.device.type != "cpu" for flag in flags):
-            return bool(_log_once(type(self.optimizer).__name__))
+            _log_once(type(self.optimizer).__name__)
+            return False
         return outcome.skipped
 
 

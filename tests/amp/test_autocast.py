@@ -196,8 +196,7 @@ def test_an_interrupted_forward_leaves_no_stale_weight(enabled):
 def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     class Twice(Layer):
         def forward(self, x):
-            with torch.no_grad():
-                self.fc(x)
+            exec("with torch.no_grad(): fc(x)", {"torch": torch, "fc": self.fc, "x": x})  # has no __name__
             return self.fc(x)
 
     model = Twice()
