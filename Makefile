@@ -145,8 +145,8 @@ $(VENV)/torch.done: .ci/bootstrap.py
 
 # --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
-	$(PIP) 'pip>=25.1' 'setuptools>=77' wheel
-	$(PIP) wheel $$($(PY) -c 'import setup; print(*setup.with_nvcc([]))')
+	$(PIP) 'pip>=25.1' 'setuptools>=77'
+	$(PIP) $$($(PY) -c 'import setup; print(*setup.with_nvcc(["wheel"]))') # nvcc, where a GPU lacks one
 	$(BUILD)
 	$(PIP) --no-build-isolation --editable . --editable ./ampctx-apex
 	@touch $@

@@ -5,7 +5,7 @@
     build      builds the extension for this GPU; nothing goes on without it
     bench      the commands of `make bench`: kernels, bf16, iterations, host time, 12 tails; the rest after the tests
     exercise   every kernel, with tables of every size, checked
-    tests      the tests marked cuda, by folder
+    tests      the tests marked cuda, by folder; after a crash the rest goes on in a new process
     sanitize   the exercise under the tools of compute-sanitizer
 
 Exercise, tests and sanitize run at the same time, the others alone.
@@ -48,6 +48,8 @@ FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
 GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"
+# After one of these, every CUDA call of the process fails.
+LOST = ("CUDA error", "illegal memory access", "unspecified launch failure")
 CHILDREN: set[int] = set()  # process groups that run
 RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 
@@ -105,10 +107,8 @@ def end_all(number: int, frame: Any) -> None:
 
 
 def parts() -> list[str]:
-    import suite
-
     found = ["build", "exercise", *(f"tests-{folder}" for folder in FOLDERS), *(f"sanitize-{tool}" for tool in TOOLS)]
-    return found + [f"bench-{entry.name}" for entry in suite.entries("cuda")]
+    return found + [f"bench-{entry.name}" for entries in benches() for entry in entries]
 
 
 def benches() -> tuple[list[Any], list[Any]]:
@@ -193,15 +193,26 @@ class Check:
         self.part("build", self.budget, lambda limit: self.child(limit, *command, **archs)[0])
 
     def pytest(self, folder: str, limit: float) -> dict[str, Any]:
-        """Counts from the lines of `pytest -v`, so that a run that crashes or is ended still counts."""
+        """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
+        loses its CUDA context costs the test it was in: the others run in a new one."""
         command = ("-m", "pytest", "-v", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20", folder)
-        done, text = self.child(limit, sys.executable, *command)
-        results = {name: result.lower() for name, result in RESULT.findall(text)}
+        end, results, code, known = time.monotonic() + limit, dict[str, str](), -1, -1
+        while code not in (0, 5, None) and known < len(results):  # 5: nothing was left
+            known, without = len(results), [f"--deselect={name}" for name in results]
+            done, text = self.child(end - time.monotonic(), sys.executable, *command, *without)
+            code, is_lost = done["exit_code"], any(words in text for words in LOST)
+            for name, result in RESULT.findall(text):
+                results[name] = result.lower()
+                if is_lost and result in ("FAILED", "ERROR"):
+                    break  # what came after it has to run again
+            else:
+                running = re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if code not in (0, 1, 2, 5) else []
+                results |= dict.fromkeys({*running} - results.keys(), "timed out" if code is None else "crashed")
         counts = {result: list(results.values()).count(result) for result in sorted(set(results.values()))}
         bad = [name for name, result in results.items() if result not in ("passed", "skipped", "xfail")]
-        if done["status"] == FAILED:  # a test that crashes the process has no result
-            bad += [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in results]
-        return {**done, "counts": counts, "failing": bad}
+        if code in (0, 5):
+            done["status"] = FAILED if bad or not results else OK
+        return {**done, "command": f"python {' '.join(command)}", "counts": counts, "failing": bad}
 
     def sanitize(self, tool: str, limit: float) -> dict[str, Any]:
         words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]

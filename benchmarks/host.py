@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from measuring import Clock, Figures, add_against, figures, interleave, options, parse, report
-from networks import one_element
+from networks import weights
 from peers import OPTIMIZERS
 from tail import LOW_PRECISION, Tails, peers_of
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(options := parser(), arguments)
     peers, found = peers_of(options, args.optimizer, args), Figures()
     for tensors in args.tensors:
-        tails = Tails(lambda n=tensors: one_element(n), args, peers)
+        tails = Tails(lambda n=tensors: weights([(1,)] * n), args, peers)
         found |= measure(tails, args, tensors)
         tails.close()
     report(options, args, found, *NAMED)

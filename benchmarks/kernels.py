@@ -48,8 +48,8 @@ def cases(inputs: Inputs) -> Iterator[tuple[str, float, Calls]]:
     """Name, bytes moved for each element, and the call of each side."""
     wide, half, flag, one = inputs.random(0), inputs.random(0, HALF), inputs.flag, torch.ones((), device=inputs.device)
     unscale, norm = torch._amp_foreach_non_finite_check_and_unscale_, torch.nn.utils.get_total_norm
-    mine: Callable[[], Any] = lambda: ops.multi_tensor_scale(wide, wide, flag, one)  # noqa: E731
-    yield "scale", 8, {"ampctx": mine, "torch": lambda: unscale(wide, flag, one)}
+    scale = ops.multi_tensor_scale
+    yield "scale", 8, {"ampctx": lambda: scale(wide, wide, flag, one), "torch": lambda: unscale(wide, flag, one)}
     yield "l2norm", 4, {"ampctx": lambda: ops.multi_tensor_l2norm(wide, flag), "torch": lambda: norm(wide)}
     yield "l2norm fp16", 2, {"ampctx": lambda: ops.multi_tensor_l2norm(half, flag), "torch": lambda: norm(half)}
     yield "unscale, l2norm fp16", 2, {"ampctx": lambda: ops.multi_tensor_unscale_l2norm(half, flag, one, True)}

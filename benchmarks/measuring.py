@@ -50,7 +50,7 @@ def some_of(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         for word in found:
             if word not in choices:
                 raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(choices)}")
-        return found
+        return tuple(dict.fromkeys(found))
 
     return parse
 

@@ -107,10 +107,6 @@ def weights(shapes: Iterable[tuple[int, ...]]) -> nn.Module:
     return nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
 
 
-def one_element(tensors: int) -> nn.Module:
-    return weights([(1,)] * tensors)
-
-
 def tiny(tensors: int) -> nn.Module:
     """Tensors of 1 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
     sizes = random.Random(0)

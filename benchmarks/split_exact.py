@@ -28,7 +28,9 @@ def came_back(patterns: Tensor) -> Tensor:
     return torch.where(patterns.view(torch.float32).isnan(), as_nan, found.view(torch.int32) == patterns)
 
 
-every, count = int((sys.argv[1:] or [1])[0]), 0
+if (every := int((sys.argv[1:] or [1])[0])) < 1:
+    sys.exit(f"{every} is not positive")
+count = 0
 for first in range(-(2**31), 2**31, BLOCK * every):
     patterns = torch.arange(first, min(first + BLOCK * every, 2**31), every).to(torch.int32)
     if not (fits := came_back(patterns)).all():

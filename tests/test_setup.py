@@ -135,6 +135,7 @@ OLD = (
     "g++ (old) 9.4.0 found, g++ 11 or newer needed (for -ffp-contract=off): install it, or set CXX, and install ampctx "
     "again, with --force-reinstall"
 )
+NVCC = {"AMPCTX_CUDA": "1", "CUDA_HOME": "./cuda"}
 WRONG_BUILDS = {
     "no-compiler": (
         {"CXX": "no-such-g++", "AMPCTX_KERNELS": "1"},
@@ -150,10 +151,9 @@ WRONG_BUILDS = {
         {"AMPCTX_CUDA": "1", "CUDA_HOME": "./old-cuda"},
         f"AMPCTX_CUDA=1, but ./old-cuda/bin/nvcc does not compile with {CXX}: host_config.h:132: {REFUSAL}. Set CXX to",
     ),
-    "arch": (
-        {"AMPCTX_CUDA": "1", "CUDA_HOME": "./cuda", "AMPCTX_CUDA_ARCHS": "75,30"},
-        "AMPCTX_CUDA_ARCHS=75,30: this nvcc knows [75, 80, 86], not [30]",
-    ),
+    "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
+    "arch": ({**NVCC, "AMPCTX_CUDA_ARCHS": "75,30"}, "AMPCTX_CUDA_ARCHS=75,30: this nvcc knows [75, 80, 86], not [30]"),
+    "archs": ({**NVCC, "AMPCTX_CUDA_ARCHS": "hopper"}, "'hopper': expected compute capabilities, such as '80,90'"),
 }
 
 

@@ -76,15 +76,16 @@ CASES = """
     @pytest.mark.parametrize("words", ["one two"])
     def test_skips(words): pytest.skip("not here")
     def test_crashes(): ctypes.string_at(0)
+    def test_b(): pass
 """
 
 
-def test_a_crash_is_a_failure_with_a_name(check, tmp_path):
+def test_a_crash_costs_its_own_test_alone(check, tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
     (tmp_path / "tests" / "test_x.py").write_text(textwrap.dedent(CASES))
     found = check.pytest("tests", 600.0)
-    assert (found["status"], found["counts"]) == (FAILED, {"failed": 1, "skipped": 1})
+    assert (found["status"], found["counts"]) == (FAILED, {"crashed": 1, "failed": 1, "passed": 1, "skipped": 1})
     assert found["failing"] == ["tests/test_x.py::test_fails", "tests/test_x.py::test_crashes"]
 
 
