@@ -159,8 +159,7 @@ WRONG_BUILDS = {
 
 @pytest.mark.parametrize(("environment", "message"), WRONG_BUILDS.values(), ids=WRONG_BUILDS.keys())
 def test_a_build_that_cannot_work_says_why(tmp_path, environment, message):
-    toolkit(tmp_path / "cuda")
-    toolkit(tmp_path / "old-cuda", refuses=True)
+    toolkit(tmp_path / "cuda"), toolkit(tmp_path / "old-cuda", refuses=True)
     result = build(tmp_path, **environment)
     assert result.returncode != 0
     assert message in result.stderr.splitlines()[-1]
@@ -205,7 +204,8 @@ def test_an_nvcc_that_refuses_the_compiler_leaves_the_cpu_kernels(tmp_path):
 def test_code_of_cuda_12_is_not_compressed(tmp_path, release):
     """Drivers before 550 could not load it."""
     nvcc = setup_module().Nvcc(toolkit(tmp_path, release) + "/bin/nvcc")
-    assert ("--compress-mode=size" in nvcc.flags()) == (release == "13.0")
+    found = nvcc.targets, "--compress-mode=size" in nvcc.flags()
+    assert found == (["sm_75", "sm_80", "compute_75"], release == "13.0"), "the first of each generation, and PTX"
     assert re.fullmatch(rf"nvcc {release}.76 \(/.*/nvcc\)", nvcc.name)
 
 
